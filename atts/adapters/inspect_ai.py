@@ -57,11 +57,11 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         :raises EngineError: an engine cannot be opened, is lost, or failed.
         """
         if tools:
-            raise UsageError(
-                "atts solves problems without tools; use a solver that does not offer any"
-            )
+            raise UsageError("atts does not support tools; use a solver that offers none")
         if (config.num_choices or 1) > 1:
-            raise UsageError("atts returns one voted choice; use --epochs for several answers")
+            raise UsageError(
+                "atts returns a single choice, selected by vote; for several answers use --epochs"
+            )
         system, question = question_of([(message.role, message.text) for message in input])
         changes = policy_changes(self._setup.policy, system, config.temperature, config.max_tokens)
         outcome = await self._session.solve(question, policy=changes)

@@ -41,7 +41,7 @@ class Reply:
             raise EngineError(
                 "atts",
                 next(errors, outcome.why),
-                "The first part of this message names the engine that failed",
+                "The engine that failed is named at the start of this message",
             )
         text = (outcome.answer or "") if kind == "answer" else _speaker(outcome).text
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))
@@ -75,7 +75,7 @@ def setup_of(model: str, options: Mapping[str, object]) -> Setup:
     named = {"draft", "target"} & options.keys()
     if len(named) == 1:
         raise OptionError(
-            "engines", f"only {named.pop()!r} is given; give draft and target, or neither of them"
+            "engines", f"only {named.pop()!r} is given; give both draft and target, or neither"
         )
     engines = {} if named else {"draft": model, "target": model}
     return configure({**engines, **options}).setup()

@@ -107,7 +107,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
         if not is_ours:
             raise JournalLocked(
                 directory,
-                f"another process ({_holder(handle, path)}) is writing this run",
+                f"another process ({_holder(handle, path)}) is writing to this run",
                 "Wait for this process to end, stop it, or choose another run directory",
             )
         yield handle
@@ -145,7 +145,7 @@ def _holder(handle: int, path: Path) -> str:
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()
-    return f"process {text}" if text.isdecimal() else f"it holds {path.name}"
+    return f"process {text}" if text.isdecimal() else f"with a lock on {path.name}"
 
 
 if sys.platform == "win32":
@@ -354,8 +354,8 @@ def check_exists(path: Path) -> None:
     if not path.exists():
         raise JournalError(
             path,
-            "this path has no run or file",
-            "Give the directory of `atts eval --out`, or a file",
+            "there is no run or file at this path",
+            "Give the directory that `atts eval --out` wrote, or a file",
         )
 
 
@@ -373,7 +373,7 @@ def run_if_begun(directory: Path) -> RecordedRun | None:
 
 
 def open_run(
-    directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`"
+    directory: Path, advice: str = "Give the directory that `atts eval --out DIRECTORY` wrote"
 ) -> RecordedRun:
     """Return the run in a directory.
 
@@ -457,7 +457,7 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
     if not checked.lines:
         raise JournalCorrupt(
             directory,
-            "the journal has no undamaged line",
+            "the journal has no line that can be saved",
             "Run the command again in another directory",
         )
     with held(directory / LOCK, directory), storage(directory):

@@ -331,7 +331,7 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
         logprobs = unpack_floats(written.logprobs)
     else:
         if not 0 <= written.call < len(calls):
-            raise ValueError(f"the line refers to a call ({written.call}) that does not exist")
+            raise ValueError(f"the line refers to call {written.call}, which does not exist")
         completion = calls[written.call].completion
         ids = completion.ids[:-1] if written.drops_end else completion.ids
         text = completion.text
@@ -529,8 +529,8 @@ class Journal:
         if os.getpid() != self._process:
             raise JournalLocked(
                 self.path.parent,
-                f"process {self._process} opened the journal, and the current process is a forked "
-                f"child of that process",
+                f"process {self._process} opened the journal, and this process is a forked child "
+                "of it",
                 "Fork first, then open the run in a single process",
             )
         if self._failure is not None:
@@ -626,10 +626,11 @@ class Journal:
         """
         if not is_same_file(handle, self.path):
             raise OSError(
-                errno.ESTALE, "the file was deleted, moved or replaced while the run was writing it"
+                errno.ESTALE,
+                "the file was deleted, moved or replaced while the run was writing to it",
             )
         if os.fstat(handle).st_size < size:
-            raise OSError(errno.ESTALE, "the file was cut while the run was writing it")
+            raise OSError(errno.ESTALE, "the file was shortened while the run was writing to it")
 
     def _fail(self, error: BaseException) -> None:
         self._failure = refused(self.path, error)
@@ -767,8 +768,8 @@ class LineReader:
     def _count(self, number: int) -> None:
         if number != self.number:
             raise ValueError(
-                f"the line has the number {number} instead of {self.number}, so lines are missing "
-                "or repeated"
+                f"the line is number {number} instead of {self.number}, so lines are missing or "
+                "repeated"
             )
 
     def _corrupt(self, problem: str) -> JournalCorrupt:
@@ -789,7 +790,7 @@ def other_version(path: Path, schema: int) -> JournalVersion:
     """Return the error for a journal or manifest that another version of atts wrote."""
     return JournalVersion(
         path,
-        f"the journal has schema {schema}, but this version of atts knows only {SCHEMA}",
+        f"the journal has schema {schema}, but this version of atts can read only schema {SCHEMA}",
         "Use the version of atts that wrote the journal, or start a new run in another directory",
     )
 

@@ -27,7 +27,7 @@ Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | boo
 JudgedUnit = Literal["chunks", "problems"]
 """The unit that a run's gate decides about: single chunks, or whole problems."""
 
-_ADVICE = "Choose another run directory, or restore the stored settings"
+_ADVICE = "Choose another run directory, or use the stored settings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def load_manifest(path: Path) -> Manifest | None:
             raise other_version(path, schema)
         if checksum != _checksum(data):
             raise ValueError(
-                "the checksum does not match: the manifest was damaged, or changed by hand"
+                "the checksum does not match, so the manifest was damaged or edited by hand"
             )
         msgspec.convert(data, _Stored)
         deciding = _settings(data.pop("configuration"))
@@ -189,7 +189,9 @@ def load_manifest(path: Path) -> Manifest | None:
         return Manifest(configuration=deciding, settings=given, **data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JournalCorrupt(
-            path, f"the file is not a manifest ({error})", "Nothing was overwritten; restore a copy"
+            path,
+            f"the file is not a manifest ({error})",
+            "Nothing was overwritten. Restore the file from a copy",
         ) from error
 
 

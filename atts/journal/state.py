@@ -518,7 +518,9 @@ class RunState:
             line = f"line {entry.number + 1} ({type(entry.event).__name__})"
             what = f"{line} cannot follow the lines before it ({error!r})"
             raise JournalCorrupt(
-                "the journal", what, "`atts journal salvage` saves the lines before the damage"
+                "the journal",
+                what,
+                "To save the lines before the damage, use `atts journal salvage`",
             ) from error
 
     def _apply(self, entry: Entry) -> Outcome | None:

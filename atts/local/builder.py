@@ -129,7 +129,7 @@ def choose_model(
     if is_needed and not is_fit:
         raise UnsupportedByEngine(
             config.name,
-            "the native kernels compute only float32 on a CPU",
+            "the native kernels support only float32 on a CPU",
             "Add ?kernel=torch to the engine's address",
         )
     trouble = ""
@@ -137,12 +137,12 @@ def choose_model(
         try:
             if unknown := unknown_parts(config.model):
                 raise UnsupportedByEngine(
-                    config.name, f"the native kernels do not support {unknown}", "Use torch"
+                    config.name, f"the native kernels do not support {unknown}", "Use kernel=torch"
                 )
             library, trouble = native_library(config.name, config.model)
             if rounds and not library.atts_has_pairs():
                 problem = "this processor has no instructions that multiply bfloat16 numbers"
-                raise UnsupportedByEngine(config.name, problem, "Leave scores=bfloat16 out")
+                raise UnsupportedByEngine(config.name, problem, "Leave out scores=bfloat16")
         except UnsupportedByEngine as error:
             if is_needed:
                 raise

@@ -77,7 +77,10 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
     own = EngineSize.of(config.model, on_device(config).options.dtype, least)
     if own.weights + WORKSPACE > free:
         total = total_room(device)
-        problem = f"the weights take {own.weights / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+        problem = (
+            f"the weights need {own.weights / 1e9:.1f} GB, but {device} has only {free / 1e9:.1f} "
+            "GB free"
+        )
         raise OutOfMemory(config.name, problem, _server_advice(config, own.weights, total))
     if room is None or config.options.kv_tokens is not None:
         return
@@ -85,13 +88,14 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
     sizes = [own] if other is None else [own, other]
     if share_cards(sizes, [free], room.most_tokens) is None:
         problem = (
-            f"a rollout of {room.tokens:,} tokens does not fit next to the weights on {device}"
+            f"with the weights loaded, {device} does not have enough memory for a rollout of "
+            f"{room.tokens:,} tokens"
         )
         if other is not None:
             problem = (
-                f"{device} has no room for both models of the pair: weights of "
-                f"{own.weights / 1e9:.1f} and {other.weights / 1e9:.1f} GB, "
-                f"{free / 1e9:.1f} GB free"
+                f"{device} does not have enough memory for both models of the pair: the weights "
+                f"need {own.weights / 1e9:.1f} GB and {other.weights / 1e9:.1f} GB, but only "
+                f"{free / 1e9:.1f} GB is free"
             )
         advice = "Lower --max-tokens, use a smaller pair, or add a second GPU"
         raise OutOfMemory(config.name, problem, f"{advice}. {_server_words(config, 1)}")
@@ -99,7 +103,7 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
 
 def _server_advice(config: WorkerConfig, weights: int, card: int) -> str:
     cards = cards_for(weights, card)
-    return f"A model larger than a GPU needs a server. {_server_words(config, cards)}"
+    return f"A model that does not fit on one GPU needs a server. {_server_words(config, cards)}"
 
 
 def _server_words(config: WorkerConfig, cards: int) -> str:
@@ -191,7 +195,9 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
         sizes.append(other)
     shares = share_cards(sizes, [free], config.room.most_tokens)
     if shares is None:
-        problem = f"a cache of {config.room.tokens:,} tokens, one rollout, does not fit on {device}"
+        problem = (
+            f"a cache for one rollout of {config.room.tokens:,} tokens does not fit on {device}"
+        )
         raise OutOfMemory(config.name, problem, "Lower --max-tokens, or use a smaller model")
     return shares[0].tokens
 

@@ -380,8 +380,8 @@ class _OpenEngine:
         if error.needed > self._context:
             return error
         advice = (
-            f"The model supports {self._context} tokens: raise ?kv_tokens= (now {self.kv_tokens}) "
-            "in its address"
+            f"The model supports {self._context} tokens, so raise ?kv_tokens= in its address (now "
+            f"{self.kv_tokens})"
         )
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 

@@ -211,7 +211,7 @@ def _problems(said: Mapping[str, Any]) -> Iterator[str]:
         yield f"is of type {shown(said.get('peft_type'))}, not LORA"
     yield from (f"has {key}, which atts does not support" for key in _UNKNOWN if said.get(key))
     if said.get("bias", "none") != "none":
-        yield "has biases of its own"
+        yield "has its own biases"
     if not isinstance(said.get("lora_alpha", 8), int | float):
         yield f"has lora_alpha {shown(said['lora_alpha'])}, which is not a number"
     patterns = said.get("alpha_pattern") or {}
@@ -222,7 +222,10 @@ def _problems(said: Mapping[str, Any]) -> Iterator[str]:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield f"has {shown(pattern)} in alpha_pattern, which is not a regular expression ({error})"
+            yield (
+                f"has {shown(pattern)} in alpha_pattern, which is not a regular expression "
+                f"({error})"
+            )
         if not isinstance(alpha, int | float):
             yield f"has {shown(alpha)} in alpha_pattern, which is not a number"
 
@@ -243,14 +246,14 @@ def _low_rank(
         or not len(down)
     ):
         problem = (
-            f"the adapter has {tuple(up.shape)} by {tuple(down.shape)} for {module}, whose "
-            f"shape is {size}"
+            f"the adapter's matrices for {module} have the shapes {tuple(up.shape)} and "
+            f"{tuple(down.shape)}, which do not fit its shape {size}"
         )
-        raise ModelLoadError(name, problem, "Adapter and base belong to different models")
+        raise ModelLoadError(name, problem, "The adapter was made for another base model")
     if not (down.isfinite().all() and up.isfinite().all()):
         raise ModelLoadError(
             name,
-            f"the adapter has numbers that are not finite, in {module}",
+            f"the adapter has infinite or NaN values in {module}",
             "Train the adapter again",
         )
     alpha = _of_module(said.get("alpha_pattern"), module, said.get("lora_alpha", 8))
@@ -452,7 +455,8 @@ def load_weights(
     free = free_memory() if device.type == "cpu" else None
     if free is not None and needed > free:
         problem = (
-            f"the weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free"
+            f"the weights need {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB of memory is "
+            "free"
         )
         raise OutOfMemory(name, problem, advice)
     adapter = load_adapter(folder, config, name) if merges else {}
@@ -548,7 +552,7 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
         if not (rows.isfinite().all() and (rows >= 0).all() and math.isfinite(scale)):
             raise ModelLoadError(
                 name,
-                "the model's rotary embedding has frequencies that are not numbers",
+                "the model's rotary embedding has negative, infinite or NaN frequencies",
                 "Check config.json",
             )
         scales = F.pad(torch.full((turned,), scale), (0, half - turned), value=1.0)
@@ -740,8 +744,8 @@ class _TensorReader:
         if key not in self._where:
             raise ModelLoadError(
                 self._name,
-                f"{self._folder} lacks the weight {key!r}: its files are incomplete or of another "
-                "model",
+                f"{self._folder} lacks the weight {key!r}, so its files are incomplete or belong "
+                "to another model",
             )
         handle, full = self._where[key]
         # This call reads only the file's header. The weight itself is read below, after its type
@@ -752,9 +756,12 @@ class _TensorReader:
             advice = "Use the unquantised checkpoint, or serve this one with vLLM"
             raise ModelLoadError(self._name, problem, advice)
         if tuple(said.get_shape()) != size:
-            problem = f"weight {key!r} has shape {tuple(said.get_shape())}, config.json says {size}"
+            problem = (
+                f"weight {key!r} has shape {tuple(said.get_shape())}, but config.json implies "
+                f"{size}"
+            )
             raise ModelLoadError(
-                self._name, problem, "Configuration and weights belong to different models"
+                self._name, problem, "The configuration and the weights belong to different models"
             )
         tensor: Tensor = handle.get_tensor(full)
         if low := self.adapter.get(key.removesuffix(".weight")):

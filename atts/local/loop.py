@@ -54,8 +54,8 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import Model
 
 _NOT_NUMBERS = (
-    "the model's logits are not numbers (NaN)",
-    "Check the weights; in half precision try float32",
+    "the model's logits are NaN",
+    "Check the weights, or try float32 if the model runs in half precision",
 )
 _batch_sampling = lru_cache(256)(batch_sampling)
 # Entropies are computed for at most this many rows at once. With a vocabulary of 152,000 tokens,
@@ -284,7 +284,7 @@ class StepLoop:
             sequence,
             "broken",
             problem,
-            "Other requests continue; if every request fails like this, start the engine again",
+            "Other requests continue; if every request fails like this, restart the engine",
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:

@@ -381,7 +381,10 @@ def _config_with_defaults(family: str, known: Mapping[str, Any]) -> Any:
 def _family(values: Mapping[str, Any], name: str) -> str:
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        advice = f"The local engine computes {', '.join(FAMILIES)}; serve other families with vLLM or SGLang"
+        advice = (
+            f"The local engine supports {', '.join(FAMILIES)}; serve other families with vLLM or "
+            "SGLang"
+        )
         problem = f"models of type {shown(family)} are not supported"
         raise ModelLoadError(name, problem, f"{advice} and use that server")
     if values.get("quantization_config"):
@@ -441,13 +444,17 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     )
     if strange:
         yield (
-            f"the model's attention {', '.join(strange)[:60]} is not supported (only full and "
-            f"sliding-window attention)",
+            f"the attention type {', '.join(strange)[:60]} is not supported (only full and "
+            "sliding-window attention)",
             serve,
         )
     shared = getattr(config, "num_key_value_heads", None) or heads
     if heads % shared:
-        yield f"{shared} key-value heads cannot serve {heads} query heads", check
+        yield (
+            f"the number of query heads ({heads}) is not a multiple of the number of key-value "
+            f"heads ({shared})",
+            check,
+        )
     if _head_dim(config) % 2 or _head_dim(config) < 2:
         yield f"the head dimension {_head_dim(config)} is not a positive even number", serve
     for rope in _ropes(config):

@@ -71,7 +71,8 @@ class LocalOptions:
         if self.scores != "float32" and not is_native:
             raise OptionError(
                 "scores",
-                "bfloat16 scores need a model in float32 on the native kernels of one process",
+                "bfloat16 scores work only with a float32 model that runs in one process with "
+                "the native kernels",
             )
 
 
@@ -94,7 +95,7 @@ def check_positive(options: object, *names: str) -> None:
     for option in names:
         value = getattr(options, option)
         if value is not None and value < 1:
-            raise OptionError(option, f"is {value}, expected at least 1")
+            raise OptionError(option, f"{value} is too small; give a value of at least 1")
 
 
 WORKSPACE = 1_500_000_000

@@ -198,11 +198,14 @@ class Proposals:
         if stats.trouble:
             return stats.trouble
         if not self._num_wanted:
-            return "no number of proposed tokens was expected to save time"
+            return "proposing tokens was never expected to save time"
         if not self._num_asked:
             return "the cache had no room for proposed tokens"
         if self._num_refused:
-            return "every proposal began with a token that ends the text or that the target lacks"
+            return (
+                "every proposal began with a token that ends the text or is not in the target's "
+                "vocabulary"
+            )
         return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:

@@ -84,10 +84,10 @@ class OverlapStats:
             return ""
         if self.misses:
             return (
-                f"none of the draft's {self.misses:,} guesses about a step of the target was "
+                f"none of the draft's {self.misses:,} guesses at the result of a target step was "
                 "correct"
             )
-        return "no draft was finished before the target's step ended" if self.late else ""
+        return "the draft never finished before the target's step ended" if self.late else ""
 
 
 class Proposer(Protocol):
@@ -119,7 +119,7 @@ class Proposer(Protocol):
 
     def silence(self) -> str:
         """Return the reason why all proposals so far were empty."""
-        return "the drafter found no token to propose for any text"
+        return "the drafter could not propose a token for any text"
 
 
 class NoProposer(Proposer):

@@ -253,7 +253,10 @@ class ProcessWorker:
         except GONE as error:
             _kill(process)
             self._end(process)
-            problem = f"the engine's process died while loading with {_farewell(process.returncode, self._last_words)}"
+            problem = (
+                "the engine's process died while loading the model, with "
+                f"{_farewell(process.returncode, self._last_words)}"
+            )
             raise EngineError(config.name, problem) from error
         assert isinstance(answer, WorkerReady), (
             "a configured process must answer that it is ready or has failed"
@@ -435,8 +438,8 @@ def _read_reports(
         except (EOFError, pickle.UnpicklingError):
             code = process.wait()
     advice = (
-        "A negative exit code is a signal that ended the process; -9 often means that memory ran "
-        "out"
+        "A negative exit code means that a signal ended the process; -9 often means that memory "
+        "ran out"
         if code
         else ""
     )

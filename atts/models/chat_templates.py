@@ -74,7 +74,9 @@ def render(
         return text
     before, mark, after = text.rpartition(_MARK.rstrip())
     if not mark:
-        raise TemplateError("the template drops the last message, which must be continued")
+        raise TemplateError(
+            "the template leaves out the last message, which the model must continue"
+        )
     # If the template removed the spaces at the end of the message, remove them from the original
     # message too, as transformers does.
     return before if after.startswith(" ") else before.rstrip()
@@ -178,7 +180,7 @@ class TemplateProcess:
             return reply
         _end(child)
         if sys.platform != "win32" and child.returncode == -signal.SIGPROF:
-            return {"error": f"the template takes more than {self._seconds:g} s of processor time"}
+            return {"error": f"the template takes more than {self._seconds:g} s of CPU time"}
         return {"error": _TOO_LARGE}
 
 

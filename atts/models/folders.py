@@ -50,7 +50,8 @@ def find_tokenizer(model: str, name: str) -> Path:
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
     advice = (
-        "Add ?tokenizer=FOLDER at the end of the model's address, with a folder of tokenizer files"
+        "Add ?tokenizer=FOLDER at the end of the model's address, where FOLDER contains the "
+        "tokenizer files"
     )
     return find_folder(model, name, TEXT_FILES, advice)
 
@@ -134,12 +135,12 @@ def refuse_code(folder: Path, name: str) -> None:
         code += sorted(p.name for p in folder.glob(pattern) if p.name not in harmless_files)
     if code:
         problem = (
-            f"{folder} brings its own code ({', '.join(code)}), but atts never runs code of a model "
-            "folder"
+            f"{folder} brings its own code ({', '.join(code)}), but atts never runs code from a "
+            "model folder"
         )
         advice = (
-            "Remove the code if the model works without the code, or serve the model with "
-            "vLLM and name this server"
+            "If the model works without this code, remove it; otherwise serve the model with "
+            "vLLM and use that server"
         )
         raise ModelLoadError(name, problem, advice)
 
@@ -196,11 +197,11 @@ def refuse_gguf(folder: Path, name: str) -> None:
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return
     problem = (
-        f"{folder} contains {files[0].name} and no config.json, and atts does not load GGUF "
-        "files itself"
+        f"{folder} contains {files[0].name} but no config.json, and atts does not load GGUF files "
+        "itself"
     )
     advice = (
-        f"Serve the file (llama-server -m {files[0].name}) and name the server, "
+        f"Serve the file (llama-server -m {files[0].name}) and use the server as "
         "llamacpp:http://HOST:PORT; or convert the file with transformers: "
         "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW), and "
         "the same with AutoTokenizer"
@@ -288,7 +289,7 @@ def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
     if any(type(end) is not int or end < 0 for end in ids):
         raise ModelLoadError(
             name,
-            f"eos_token_id in {folder} is {shown(ends)}, expected ids",
+            f"eos_token_id in {folder} is {shown(ends)}, expected token ids",
             "Check the model's files",
         )
     return ids

@@ -221,7 +221,8 @@ def check_stored(folder: Path) -> StoredModel | None:
         if found != digest:
             raise ZooError(
                 zoo,
-                f"{what} of {stored.name!r} is damaged: the content has the digest {found[:16]}",
+                f"{what} of {stored.name!r} is damaged: the digest of its content is now "
+                f"{found[:16]}",
                 advice,
             )
     return stored
@@ -253,7 +254,7 @@ def check_schema(zoo: Path) -> None:
 
     :raises ZooError: the folder is not a zoo, or a newer version of atts wrote it.
     """
-    advice = "Name a folder that `atts zoo add` made"
+    advice = "Give a folder that `atts zoo add` created"
     try:
         schema = msgspec.json.decode((zoo / MARK).read_bytes(), type=_Mark).schema
     except OSError as error:

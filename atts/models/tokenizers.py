@@ -109,7 +109,7 @@ class ModelTokenizer:
             return render(self._template, rows, self._special_tokens, is_open=is_open)
         except Exception as error:
             # A template is a program, so rendering it may raise any error or need too much memory.
-            problem = f"the chat template refuses these messages ({error})"
+            problem = f"the chat template rejects these messages ({error})"
             raise UnsupportedByEngine(
                 self._name, problem, f"The template is in {self._folder}"
             ) from error
@@ -199,7 +199,9 @@ def _converted(folder: Path, name: str) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         problem = "the tokenizer cannot be converted to tokenizer.json"
         raise ModelLoadError(
-            name, problem, "Convert the tokenizer to tokenizer.json with the library that made it"
+            name,
+            problem,
+            "Convert the tokenizer to tokenizer.json with the library that created it",
         )
     return tokenizer.backend_tokenizer
 

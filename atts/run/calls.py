@@ -251,8 +251,8 @@ class SequentialComparison:
         if self._rule is None:
             return ""
         words = (
-            f"against {self._rule.against}: {self.answer}; the order of problems is drawn with the "
-            "seed. The interval of this difference is valid after every problem; all other "
+            f"against {self._rule.against}: {self.answer}; the seed determines the order of the "
+            "problems. The interval of this difference is valid after every problem; all other "
             "intervals are valid only for a number of problems fixed in advance"
         )
         if COMPARED not in self._state.said:
@@ -428,8 +428,8 @@ class Background:
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._fail(
-                f"was still sending data {seconds:g} s after the end of the run; data "
-                "that were not sent are lost"
+                f"was still sending data {seconds:g} s after the end of the run; unsent data is "
+                "lost"
             )
 
     def later(self, job: Callable[[], None]) -> None:
@@ -457,7 +457,7 @@ class Background:
         except BaseException as error:  # the run continues after any error that a tracker raises
             if isinstance(error, KeyboardInterrupt):
                 raise
-            self._fail(f"failed and gets no further data: {type(error).__name__}: {error}")
+            self._fail(f"failed, so atts sends it no more data: {type(error).__name__}: {error}")
 
     def _fail(self, what: str) -> None:
         if not self._has_failed.is_set():
@@ -767,8 +767,8 @@ class ProblemRecord:
             return
         if recalled:
             text = (
-                f"turn {turn.index} differs from the turn that an earlier session recorded, "
-                "and replaces that turn"
+                f"turn {turn.index} differs from the one that an earlier session recorded, and "
+                "replaces it"
             )
             self._recorder.record(Warned("recall-differs", text, self._problem, rollout.sample))
             self._tell_again(rollout, turn.index)
@@ -982,7 +982,7 @@ results, and "escalate" lets the run continue, with these chunks rewritten by th
 IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (
-    "Look at the target's log: an overflow in float16 can cause this. All work is kept, "
+    "Check the target's log; an overflow in float16 can cause this. Everything so far is saved, "
     "and the same command continues the run. With --on-unscored escalate, the target "
     "rewrites every chunk without a score"
 )
@@ -1252,7 +1252,7 @@ class EngineCalls:
         # The deadline of `move_on_after` raises no error, so the engine raised this error itself.
         except TimeoutError as error:
             late = error
-        problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
+        problem = f"no {deadlines.awaited} arrived within {deadlines.seconds:g} s"
         raise EngineTimeout(self.spec.name, problem) from late
 
     async def _record(
@@ -1434,7 +1434,7 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
     may_lack = spec.logprobs == "none" or request.logprobs == "unneeded"
     if len(logprobs) != len(ids) and (logprobs or not may_lack):
         raise BadReply(
-            spec.name, f"the reply has {len(logprobs)} log-probabilities for {len(ids)} ids"
+            spec.name, f"the reply has {len(logprobs)} log-probabilities for {len(ids)} token ids"
         )
     if len(ids) > request.max_tokens:
         raise BadReply(
@@ -1621,5 +1621,5 @@ async def _diagnosed(engine: Engine) -> str:
             check_scores(await engine.score(request), request, engine.spec)
     except (EngineError, TimeoutError) as error:
         reason = error.problem if isinstance(error, EngineError) else "no answer within 60 s"
-        return f"the engine does not score a fixed sentence either ({reason})"
-    return "the engine scores a fixed sentence, so the cause is in the chunks or in the load"
+        return f"the engine cannot score a fixed test sentence either ({reason})"
+    return "the engine can score a fixed test sentence, so the cause is the chunks or the load"

@@ -237,7 +237,7 @@ class RunSpec:
         if self.concurrency < 1:
             raise OptionError(
                 "concurrency",
-                f"{self.concurrency} rollouts in flight are too few; give at least 1",
+                f"at least 1 rollout must be in flight, but the limit is {self.concurrency}",
             )
 
     def resolved(self) -> RunSpec:
@@ -710,8 +710,8 @@ class _Run:
         stop = self._options.stop
         if stop.asked == 1:
             text = (
-                f"ending: {stop.calls} calls in flight will be finished and saved; interrupt "
-                "again to end at once"
+                f"stopping: {stop.calls} calls in flight will be finished and saved; interrupt "
+                "again to stop at once"
             )
             self._recorder.record(Warned("interrupted", text))
 
@@ -721,7 +721,7 @@ class _Run:
         """
         limit = await account.exhausted(self._state.seconds)
         self._limit = limit
-        self._recorder.record(Warned("limit", f"{limit} is spent"))
+        self._recorder.record(Warned("limit", f"{limit} is used up"))
         if self._options.on_limit == "conclude":
             self._graph.stop(limit)
         else:
@@ -914,9 +914,9 @@ class _Run:
                 return ("decided", words) if self._comparing.spared else ("finished", "")
             return "failed" if missing.whole == problems else "incomplete", missing.words(problems)
         if self._limit:
-            return "stopped", f"{self._limit} is spent"
+            return "stopped", f"{self._limit} is used up"
         return (
-            ("interrupted", "asked to end")
+            ("interrupted", "stopped on request")
             if self._options.stop.asked
             else ("stopped", "out of time")
         )

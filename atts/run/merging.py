@@ -113,7 +113,7 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     :raises JournalError: a run cannot be read, or `out` cannot be written.
     """
     if len(directories) < 2:
-        raise UsageError("a merge needs at least two runs; give their directories")
+        raise UsageError("a merge needs at least two runs; give the directory of each run")
     parts = _ordered([_part(directory) for directory in directories])
     for part in parts[1:]:
         _check_same(parts[0], part)
@@ -122,7 +122,7 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise UsageError(
-            f"the problem {min(twice)!r} is in two of the given runs; give runs of different "
+            f"problem {min(twice)!r} is in two of the given runs; merge only runs with different "
             "problems"
         )
     with storage(out):

@@ -46,12 +46,12 @@ _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )
 _ADVICE = (
-    "Make new scores under the conditions of this run, or use the stored scores anyway "
-    "with --set conditions=ignore"
+    "Compute new scores with the settings of this run, or use the stored scores anyway with "
+    "--set conditions=ignore"
 )
 
 _ADVICE_TO_FIT = (
-    "Fit the judge again on a run under the conditions of this run, or use the judge anyway with "
+    "Fit the judge again on a run with the settings of this run, or use the judge anyway with "
     "--set conditions=ignore"
 )
 
@@ -122,7 +122,7 @@ def check_conditions(
     if not recorded and is_judge:
         return "the judge's file does not record the conditions under which the judge was fitted"
     if not recorded:
-        return "the stored scores do not record their conditions, so they may not suit this run"
+        return "the stored scores do not record their conditions, so they may not fit this run"
     try:
         check_fingerprint("scores", recorded, {name: now[name] for name in recorded if name in now})
     except FingerprintError as error:
@@ -133,12 +133,12 @@ def check_conditions(
         names = ", ".join(name for name, _, _ in error.differences)
         if is_judge:
             return (
-                "the judge was fitted under other conditions than this run, but is used "
-                f"anyway: {names}"
+                "the judge is used although it was fitted under conditions that differ from "
+                f"those of this run: {names}"
             )
         return (
-            "the stored scores were made under other conditions than this run, but are used "
-            f"anyway: {names}"
+            "the stored scores are used although they were made under conditions that differ "
+            f"from those of this run: {names}"
         )
     if is_judge:
         return ""
@@ -155,8 +155,8 @@ _OWN = (
 the votes.
 """
 _ADVICE_TO_LABEL = (
-    "Make a labelled run with the settings of this run, or give this run the settings "
-    "of the labelled run"
+    "Start a labelled run with the settings of this run, or give this run the settings of the "
+    "labelled run"
 )
 
 
@@ -401,8 +401,8 @@ class RunResult:
             return ""
         return (
             f"{judged / rollouts:.1f} chunks per rollout were judged, so an escalation rewrites "
-            "most of a solution. For shorter chunks use --set chunking.draft_tokens=N, or a text "
-            "that ends a chunk: --set 'chunking.stop=[\"\\n\\n\"]'"
+            "most of a solution. For shorter chunks use --set chunking.draft_tokens=N, or a "
+            "string that ends a chunk: --set 'chunking.stop=[\"\\n\\n\"]'"
         )
 
     @property

@@ -408,7 +408,7 @@ class Wandb:
         # run.
         if not _has_wandb_key():
             raise OptionError(
-                "log", "wandb does not have a key: run `wandb login`, or set WANDB_MODE=offline"
+                "log", "wandb has no API key; run `wandb login`, or set WANDB_MODE=offline"
             )
 
     def begin(self, run: RunDescription) -> None:
@@ -883,7 +883,7 @@ def check_logs(names: Sequence[str]) -> None:
         if tool not in known:
             raise OptionError("log", f"unknown tracker {tool!r}", known, tool)
         if names.count(name) > 1:
-            raise OptionError("log", f"{name} comes twice")
+            raise OptionError("log", f"{name} is given twice")
 
 
 def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableListener]:
@@ -902,7 +902,10 @@ def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableList
         if tool == OTEL:
             listeners.append(TracedRun(name))
         elif tool == "tensorboard" and not rest and directory is None:
-            raise OptionError("log", "a run without a directory needs a folder: tensorboard:FOLDER")
+            raise OptionError(
+                "log",
+                "without a run directory, TensorBoard needs a folder; write tensorboard:FOLDER",
+            )
         else:
             listeners.append(TrackedRun(name, TRACKERS[tool](rest)))
     return listeners

@@ -99,6 +99,6 @@ def test_tools_and_misspelt_arguments_are_refused() -> None:
         arithmetic(1, [use_tools(nothing()), generate()]), model="atts/scripted", log_dir="logs"
     )
     assert log.status == "error"
-    assert "without tools" in str(log.error)
+    assert "does not support tools" in str(log.error)
     with pytest.raises(Exception, match="did you mean 'samples'"):
         get_model("atts/scripted", sampels=2)

@@ -44,7 +44,7 @@ def test_a_failed_problem_is_an_error_not_an_empty_answer() -> None:
     [
         ({"sampels": 4}, "did you mean 'samples'"),
         ({"rate": "2"}, "rate"),
-        ({"draft": "scripted"}, "give draft and target, or neither"),
+        ({"draft": "scripted"}, "give both draft and target, or neither"),
         ({"rate_scope": "questions"}, "question"),
     ],
 )

@@ -202,7 +202,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
     "other shape": (
         {}, lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 63)}), "for layers.1.self_attn.q", ModelLoadError
     ),
-    "no numbers": ({}, lambda t: t[f"{Q}.lora_A.weight"].fill_(torch.nan), "not finite", ModelLoadError),
+    "no numbers": ({}, lambda t: t[f"{Q}.lora_A.weight"].fill_(torch.nan), "infinite or NaN", ModelLoadError),
     "another layer": (
         {}, lambda t: t.update({Q.replace("1", "9") + ".lora_A.weight": torch.zeros(4, 64)}), "layers.9", ModelLoadError
     ),
@@ -210,7 +210,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
         {}, lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 64)}),
         "embed_tokens", ModelLoadError
     ),
-    "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "give its base model .in the zoo: base", OptionError),
+    "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "in the zoo: base", OptionError),
     "alpha": ({"lora_alpha": "x"}, dict, "lora_alpha", ModelLoadError),
     "alphas": ({"alpha_pattern": [8]}, dict, "alpha_pattern .*not an object", ModelLoadError),
     "pattern": ({"alpha_pattern": {"[": 1}}, dict, "'\\[' in alpha_pattern", ModelLoadError),

@@ -32,7 +32,7 @@ def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, pri
     words = (*RUN, "--out", str(tmp_path / "run"), "--set", prices, "--json")
     stopped = atts(*words, "--max-cost", "0.001")
     assert stopped.code == 130
-    assert "stopped: max_cost is spent; the same command continues the run" in stopped.err
+    assert "stopped: max_cost is used up; the same command continues the run" in stopped.err
     assert 0 < read_ledger(tmp_path / "run" / LEDGER)[""].dollars <= 0.001
 
     finished = atts(*words, "--max-cost", "1")

@@ -326,7 +326,7 @@ CASES = [
         "drafter larger than memory",
         f"eval {RUN} {DRAFTED}",
         ENGINE,
-        ("target's drafter", "GB of memory are free"),
+        ("target's drafter", "GB of memory is free"),
         drafter("huge"),
     ),
     Case("missing model folder", "eval --draft hf:./none --limit 1", ENGINE, ("none",)),

@@ -175,7 +175,7 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
         terminal.until(lambda: (run / JOURNAL).exists() and (run / JOURNAL).stat().st_size > enough)
         terminal.press(CTRL_C)
         if presses == 2:
-            terminal.until(lambda: b"asked to end" in (run / JOURNAL).read_bytes())
+            terminal.until(lambda: b"stopped on request" in (run / JOURNAL).read_bytes())
             terminal.press(CTRL_C)
         assert terminal.end() == 130
         assert b"the same command continues" in terminal.shown

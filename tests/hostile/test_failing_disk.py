@@ -376,7 +376,7 @@ def test_any_journal_left_by_a_power_loss_can_be_resumed_or_salvaged(
             )
             folder, damaged = tmp_path / f"saved {number}", folder
             nothing = _refusal(partial(salvage, damaged, folder))
-            assert nothing is None or "no undamaged line" in str(nothing)
+            assert nothing is None or "no line that can be saved" in str(nothing)
             evaluated(folder)
         salvaged = salvaged + (refused is not None)
         went_on = went_on + (refused is None)

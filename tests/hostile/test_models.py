@@ -73,7 +73,7 @@ def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProces
         try:
             tokenizer.render([Message("user", "1 + 1?")])
         except UnsupportedByEngine as error:
-            refused += "the chat template refuses these messages" in str(error)
+            refused += "the chat template rejects these messages" in str(error)
     assert refused > 15  # an error with an empty message is not counted
 
 
@@ -220,7 +220,7 @@ def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Pa
     """
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     for read in (require_template, read_model_config):
-        with pytest.raises(ModelLoadError, match="model-q4.gguf and no config.json") as raised:
+        with pytest.raises(ModelLoadError, match="model-q4.gguf but no config.json") as raised:
             read(tmp_path, "draft")
         assert "llamacpp:http://" in str(raised.value)
         assert "gguf_file=" in str(raised.value)

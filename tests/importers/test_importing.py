@@ -100,7 +100,7 @@ def test_a_folder_without_matching_files_is_refused(tmp_path: Path, run_import: 
     for.
     """
     with pytest.raises(
-        DatasetError, match=r"the directory has no file named output-rs\*.jsonl or output"
+        DatasetError, match=r"the directory has no file that matches output-rs\*.jsonl or output"
     ):
         run_import("nemo-skills", tmp_path)
 

@@ -103,7 +103,7 @@ def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
         ({"more": 1}, r"line 2 is damaged: Object contains unknown field `more` - at `\$.event`"),
         ({"code": None}, r"line 2 is damaged: Expected `str`, got `null` - at `\$.event.code`"),
         ({"kind": "rumour"}, r"line 2 is damaged: Invalid value 'rumour' - at `\$.event.kind`"),
-        ({"n": 7}, r"line 2 is damaged: the line has the number 7 instead of 1"),
+        ({"n": 7}, r"line 2 is damaged: the line is number 7 instead of 1"),
         ({"kind": "scored", **SCORED, "key": 3}, r"Expected `str`, got `int` - at `\$.event.key`"),
         (
             {"kind": "scored", **SCORED, "logprobs": ["f4", "AAA="]},
@@ -111,7 +111,10 @@ def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
         ),
         ({"kind": "scored", **SCORED, "logprobs": ["f2", ""]}, r"Invalid enum value 'f2'"),
         ({"kind": "scored", **SCORED, "role": "judge"}, r"Invalid enum value 'judge'"),
-        ({"kind": "turn-finished", **TURN, "chunks": [{"author": "draft", "call": 0}]}, "a call"),
+        (
+            {"kind": "turn-finished", **TURN, "chunks": [{"author": "draft", "call": 0}]},
+            "call 0, which does not exist",
+        ),
         ({"kind": "turn-finished", **TURN, "is_decided": True}, "a decision that does not exist"),
         (
             {"kind": "rollout-started", **ROLLOUT, "is_repeated": True},

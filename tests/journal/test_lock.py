@@ -190,5 +190,5 @@ def test_a_journal_that_is_harmed_while_it_is_written_is_an_error(
             journal.record(Warned("after", "x"))
             await journal.saved()
 
-    with pytest.raises(StorageError, match="while the run was writing it"):
+    with pytest.raises(StorageError, match="while the run was writing to it"):
         run_virtual(session)

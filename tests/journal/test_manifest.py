@@ -143,7 +143,8 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -
     """A manifest of another version is refused, whatever else it contains."""
     (tmp_path / "m").write_text(json.dumps({"schema": schema, "unheard": "of"}))
     with pytest.raises(
-        JournalVersion, match=f"schema {schema}, but this version of atts knows only {SCHEMA}"
+        JournalVersion,
+        match=f"schema {schema}, but this version of atts can read only schema {SCHEMA}",
     ):
         load_manifest(tmp_path / "m")
 

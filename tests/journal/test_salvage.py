@@ -211,13 +211,13 @@ MISUSES: dict[str, tuple[Harm, str, int, str]] = {
         lambda run: (run / JOURNAL).write_bytes(b"x\ny\n"),
         "salvage RUN --out OUT",
         4,
-        "no undamaged line",
+        "no line that can be saved",
     ),
     "an empty journal": (
         lambda run: (run / JOURNAL).write_bytes(b""),
         "salvage RUN --out OUT",
         4,
-        "no undamaged line",
+        "no line that can be saved",
     ),
     "a pipe": (piped, "check RUN", 4, "file"),
     "nowhere to save to": (lambda run: None, "salvage RUN", 2, "--out"),
@@ -242,5 +242,5 @@ def test_misused_salvage_is_refused(
 
 def test_a_run_that_is_being_written_is_not_salvaged(run: Path, tmp_path: Path) -> None:
     """A run in progress is not salvaged, because its last line may not be complete yet."""
-    with locked(run / LOCK, run), pytest.raises(JournalError, match="is writing this run"):
+    with locked(run / LOCK, run), pytest.raises(JournalError, match="is writing to this run"):
         salvage(run, tmp_path / "out")

@@ -332,7 +332,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "rotates 0.5 of each head",
     ),
-    "heads that do not divide": (_edit(num_key_value_heads=3), "3 key-value heads cannot serve 4"),
+    "heads that do not divide": (
+        _edit(num_key_value_heads=3),
+        "not a multiple of the number of key-value heads .3",
+    ),
     "impossible config": (_edit(num_attention_heads=7), "cannot be read as a model configuration"),
     "broken index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[]"),
@@ -491,7 +494,7 @@ async def test_a_request_larger_than_the_cache_gets_advice(make_model: Make) -> 
     async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
             ContextOverflow,
-            match=r"context has only 10\. The model supports 256 tokens: raise .kv_tokens",
+            match=r"context has only 10\. The model supports 256 tokens, so raise .kv_tokens",
         ):
             await engine.sample(SampleRequest((5,) * 20, 4))
         with pytest.raises(ContextOverflow, match="Lower the token limit"):

@@ -96,7 +96,7 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
     assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
     said = " ".join(capfd.readouterr().err.split())
     assert f"auto_map in {MAPS[way][0]}: " in said
-    assert "never runs code of a model folder" in said
+    assert "never runs code from a model folder" in said
     with pytest.raises(ModelLoadError, match="brings its own code"):
         ModelTokenizer(find_tokenizer(str(folder), "server"), "server")
     assert not (tmp_path / "sung").exists()

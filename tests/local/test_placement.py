@@ -169,7 +169,9 @@ def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
     sizes = [_sizes(draft), _sizes(target)]
     total = sum(size.weights + WORKSPACE for size in sizes) + 1000
     gpus = FakeGpus(monkeypatch, total)
-    with pytest.raises(OutOfMemory, match="cuda has no room for both models of the pair") as raised:
+    with pytest.raises(
+        OutOfMemory, match="cuda does not have enough memory for both models of the pair"
+    ) as raised:
         opened(prepared(draft, "draft", RunDemand(8, 64, card=1, other=str(target))))
     assert "second GPU" in str(raised.value)
     assert gpus.events == []

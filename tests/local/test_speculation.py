@@ -465,11 +465,11 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
     orders = [requests(3)]
     short = make_model("llama", max_position_embeddings=14)
     reasons = {
-        "no number of proposed tokens was expected to save time": run(
+        "proposing tokens was never expected to save time": run(
             folder, orders, Silent(), AnyLength(0)
         ),
-        "the drafter found no token to propose for any text": run(folder, orders, Silent(), 3),
-        "every proposal began with a token that ends the text or that the target lacks": run(
+        "the drafter could not propose a token for any text": run(folder, orders, Silent(), 3),
+        "every proposal began with a token that ends the text or is not in the target's vocabulary": run(
             folder, orders, Unknown(), 3
         ),
         "no text fits into the draft's context of 14 tokens": run(folder, orders, None, 3, short),
@@ -489,6 +489,6 @@ def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
     """If no overlapped draft was used, the counters say whether the drafts were late or wrong;
     after a correct guess they give no reason.
     """
-    assert OverlapStats(late=3).silence == "no draft was finished before the target's step ended"
+    assert OverlapStats(late=3).silence == "the draft never finished before the target's step ended"
     assert OverlapStats(misses=2, late=3).silence.startswith("none of the draft's 2 guesses")
     assert OverlapStats(hits=1, misses=2).silence == ""

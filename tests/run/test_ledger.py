@@ -268,7 +268,7 @@ def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
             return run_virtual(main), account
 
     result, account = session(caps)
-    assert (result.status, result.why) == ("stopped", f"{limit} is spent")
+    assert (result.status, result.why) == ("stopped", f"{limit} is used up")
     check(account)
     assert result.exit_code == 130
     before = account.spent

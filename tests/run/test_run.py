@@ -312,7 +312,7 @@ def test_a_stop_request_lets_calls_finish_and_a_second_cancels_them(
     session = world.session(listeners=[diary], stop=stop)
     result = world.run(world.plan(**engines), session, backend=backend)
     assert (result.status, result.exit_code) == ("interrupted", 130)
-    assert world.events()[-1] == SessionClosed("interrupted", "asked to end")
+    assert world.events()[-1] == SessionClosed("interrupted", "stopped on request")
     cancelled = sum(engine.stats().cancelled for engine in engines.values())
     assert (cancelled > 0) == (times == 2)
     again = world.run(world.plan(), world.session(), backend=backend)
@@ -420,7 +420,7 @@ def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     world.run(plan, world.session(), problems=1)
     failures = [event for event in world.events() if isinstance(event, CallFailed)]
     assert bool(failures) is failed
-    assert all("no step within 6 s" in event.text for event in failures)
+    assert all("no step arrived within 6 s" in event.text for event in failures)
 
 
 def test_a_wrapped_engine_is_late_as_it_is_alone(world: Any) -> None:
@@ -470,7 +470,7 @@ def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
     world.run(plan, world.session("lost"), problems=1)
     failures = [event for event in world.events("lost") if isinstance(event, CallFailed)]
     assert failures
-    assert all("no step within 6 s" in event.text for event in failures)
+    assert all("no step arrived within 6 s" in event.text for event in failures)
 
 
 def test_recalled_turns_that_differ_are_reported(world: Any) -> None:

@@ -245,7 +245,7 @@ def test_names_are_checked_before_anything_runs(
     """
     with pytest.raises(OptionError, match=r"unknown tracker 'mlflw'; did you mean 'mlflow'"):
         open_logs(["mlflw"], tmp_path)
-    with pytest.raises(OptionError, match="comes twice"):
+    with pytest.raises(OptionError, match="is given twice"):
         open_logs(["otel", "otel"], tmp_path)
     with pytest.raises(OptionError, match="tensorboard:FOLDER"):
         open_logs(["tensorboard"], None)

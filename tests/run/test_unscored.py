@@ -76,7 +76,7 @@ def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Pat
     Everything recorded is kept.
     """
     target = Overflowing(fault)
-    with pytest.raises(UnusableScores, match="does not score a fixed sentence either") as raised:
+    with pytest.raises(UnusableScores, match="cannot score a fixed test sentence either") as raised:
         solved(toy_problems(12), setup(target), directory=tmp_path / "run")
     assert raised.value.exit_code == 3
     assert "--on-unscored escalate" in str(raised.value)
@@ -88,7 +88,7 @@ def test_the_diagnosis_says_if_the_target_scores_other_texts() -> None:
     """If the target still scores the probe's sentence, the diagnosis names the chunks or the load
     as the cause.
     """
-    with pytest.raises(UnusableScores, match="scores a fixed sentence"):
+    with pytest.raises(UnusableScores, match="can score a fixed test sentence"):
         solved(toy_problems(12), setup(Overflowing("nan", spared="the answer is 4.")))
 
 

@@ -52,7 +52,7 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
             with suppress(OSError):
                 return ctypes.CDLL(str(path)), trouble
             problem = "cannot be loaded"
-        trouble = f"{path} {problem}: atts built the kernels again"
+        trouble = f"{path} {problem}, so atts built the kernels again"
         with suppress(OSError):
             path.unlink()
     return _build(key, build, folder, trouble)
@@ -96,7 +96,8 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
     except OSError as error:
         return (
             library,
-            f"{path} cannot be written ({error.strerror}): every process builds the kernels again",
+            f"{path} cannot be written ({error.strerror}), so every process builds the kernels "
+            "again",
         )
     return path, ""
 
@@ -115,7 +116,7 @@ def _cache_folder() -> tuple[Path | None, str]:
     except (OSError, RuntimeError) as error:
         problem = f"cannot be used ({getattr(error, 'strerror', None) or error})"
     return (
-        (None, f"the kernel cache {folder} {problem}: every process builds the kernels again")
+        (None, f"the kernel cache {folder} {problem}, so every process builds the kernels again")
         if problem
         else (folder, "")
     )
@@ -210,12 +211,14 @@ def native_library(
     if tuning not in tunings():
         known = ", ".join(tunings())
         raise UnsupportedByEngine(
-            engine, f"this processor cannot run kernels tuned for {tuning}", f"It can: {known}"
+            engine, f"this processor cannot run kernels tuned for {tuning}", f"It supports {known}"
         )
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         advice = "Install gcc, or add ?kernel=torch to the engine's address"
-        raise UnsupportedByEngine(engine, "no C compiler for the native kernels", advice)
+        raise UnsupportedByEngine(
+            engine, "no C compiler was found to build the native kernels", advice
+        )
     try:
         library, trouble = cached_library(
             _cache_key(compiler, tuning), partial(_compile, engine, compiler, tuning)
@@ -255,7 +258,9 @@ def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
             if done.stderr.strip()
             else f"exit code {done.returncode}"
         )
-    raise UnsupportedByEngine(engine, f"the native kernels do not build ({problem})", _INSTEAD)
+    raise UnsupportedByEngine(
+        engine, f"the native kernels could not be built ({problem})", _INSTEAD
+    )
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:

@@ -786,7 +786,7 @@ def unknown_parts(config: ModelConfig) -> str:
     empty string if all are supported.
     """
     parts = {
-        "soft limits of scores and logits": config.attention_cap or config.logit_cap,
+        "soft caps on attention scores or logits": config.attention_cap or config.logit_cap,
         "gelu gates": config.rules.is_gemma,
         "norms after a block": config.rules.norms[1],
         "norms over all heads": config.rules.head_norms == "all heads",

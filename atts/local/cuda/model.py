@@ -66,7 +66,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
     from atts.local.cuda.paged_kernel import MOST_ROWS, PagedAttention
 
     if config.attention_cap:
-        raise ValueError("the kernel does not support limits of attention scores (soft caps)")
+        raise ValueError("the kernel does not support soft caps on attention scores")
     forms = {(1, 1)}
     for layers in layer_groups(config, group):
         # The test below also compiles the kernel for every shape of group, so that no later step

@@ -58,7 +58,8 @@ class MissingExtra(UsageError):
 
     def __init__(self, user: str, package: str, extra: str) -> None:
         super().__init__(
-            f"{user} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'"
+            f"{user} needs {package}, which is not installed; to install it, run pip install "
+            f"'{DISTRIBUTION}[{extra}]'"
         )
 
 

@@ -85,8 +85,9 @@ class Loss:
         before, after = self.accuracy
         return (
             f"{self.nats:.4g} nats per token, {100 * self.flips:.2f} % of {self.tokens:,} greedy "
-            f"tokens change; accuracy {before:.3f} to {after:.3f}, {after - before:+.3f} "
-            f"[{self.change[0]:+.3f}, {self.change[1]:+.3f}] (n = {self.count}, {self.problems})"
+            f"tokens change; accuracy goes from {before:.3f} to {after:.3f}, difference "
+            f"{after - before:+.3f} [{self.change[0]:+.3f}, {self.change[1]:+.3f}] (n = "
+            f"{self.count}, {self.problems})"
         )
 
 

@@ -1491,8 +1491,8 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
             spec.name,
-            "the tokens that the engine sampled while scoring cannot begin the requested "
-            "completion",
+            "the tokens that the engine sampled while scoring cannot be the beginning of the "
+            "requested completion",
         )
 
 

@@ -347,18 +347,18 @@ def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
         shortest = min(specs, key=lambda spec: spec.context_length)
         yield (
             "context",
-            f"{_holds(shortest)}: rollouts get at most {most:,} tokens instead of {usual:,}",
+            f"{_holds(shortest)}, so rollouts get at most {most:,} tokens instead of {usual:,}",
         )
     for spec in specs:
         if spec.context_length <= most:
             yield (
                 "context",
-                (f"{_holds(spec)}: rollouts end at this length, not at --max-tokens {most:,}"),
+                (f"{_holds(spec)}, so rollouts end at this length, not at --max-tokens {most:,}"),
             )
 
 
 def _holds(spec: EngineSpec) -> str:
-    return f"the context of {spec.model} has {spec.context_length:,} tokens, including the problem"
+    return f"the context of {spec.model} is {spec.context_length:,} tokens long, problem included"
 
 
 def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:

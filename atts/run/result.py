@@ -93,7 +93,7 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
         if name not in of_models + of_policy and name.partition(".")[2][:6] != "probe.":
             raise OptionError(
                 "condition",
-                f"{name!r} is not a condition that runs record",
+                f"{name!r} is not a condition that atts records for a run",
                 [*of_models, *of_policy],
                 name,
             )
@@ -498,7 +498,9 @@ class RunResult:
         try:
             pandas: Any = import_module("pandas")
         except ImportError as error:
-            raise UsageError("to_pandas needs pandas: pip install pandas") from error
+            raise UsageError(
+                "to_pandas needs pandas, which is not installed; to install it, run pip install pandas"
+            ) from error
         return pandas.DataFrame([_row(problem) for problem in self.problems])
 
     def _repr_html_(self) -> str:

@@ -171,7 +171,10 @@ def test_the_lossy_setting_opens_a_variant_within_its_bound(
         "the lossy replacement lean is used instead of the model (base/layers.1.mlp as "
         "layers.1.mlp): 0.005 nats per token, 10.00 % of 900 greedy tokens change" in said
     )
-    assert "accuracy 0.500 to 0.400, -0.100 [-0.300, +0.100] (n = 30, toys)" in said
+    assert (
+        "accuracy goes from 0.500 to 0.400, difference -0.100 [-0.300, +0.100] (n = 30, toys)"
+        in said
+    )
     plain = build_engine(f"zoo:{pair.directory}/tuned", "target")
     assert isinstance(plain, LocalEngine)
     assert Path(plain.model).name == "tuned"

@@ -91,22 +91,22 @@ class RateCheck:
         )
         if self.standing == "left":
             return (
-                f"{share}: off target, because the rate is outside {_interval_text(self.band)}, "
-                "which contains 99 % of on-target rates"
+                f"{share}: off target, because 99 % of on-target runs have a rate in "
+                f"{_interval_text(self.band)}"
             )
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to tell whether the rate is on target. Independent "
-                f"coin tosses would give a rate in {_interval_text(self.coin)} (95 %); "
-                f"{self.questions:,} questions that differ as much as these would give a rate "
-                f"in {_interval_text(self.band)} (99 %)"
+                f"{share}: too few questions to tell whether the rate is on target. With "
+                "independent decisions, an on-target rate would be in "
+                f"{_interval_text(self.coin)} (95 %); with {self.questions:,} questions that "
+                f"differ as much as these, in {_interval_text(self.band)} (99 %)"
             )
         low, high = self.coin
         # After few decisions the interval is wide, so "inside the interval" proves little. The text
         # then shows the interval, so that readers see how wide it is.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
-            "; with so few decisions, coin tosses would give a rate in "
+            "; with so few decisions, chance alone would give a rate in "
             f"{_interval_text(self.coin)} (95 %)"
             if is_wide
             else ""
@@ -133,7 +133,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
         raise CalibrationInputError(
             "questions",
             list(questions)[:5],
-            "a pair (decisions, escalated) per question, with at least one decision",
+            "a pair (decisions, escalated) for each question, and at least one decision in total",
         )
     decisions = int(rows[:, 0].sum())
     share = float(rows[:, 1].sum() / rows[:, 0].sum())

@@ -92,19 +92,19 @@ class DuplicateScores:
         if self.across > FEW:
             return (
                 f"{100 * self.across:.0f} % of the stored scores also occur in another "
-                "question, but different chunks should have different scores: scores were "
-                "copied"
+                "question, although different chunks should have different scores; these "
+                "scores were probably copied"
             )
         if self.within > FEW and not self.clustered:
             return (
-                f"{within} are the same as another stored score; it is not known which "
-                "questions they belong to, so some may be copies"
+                f"{within} are the same as another stored score; their questions are not "
+                "recorded, so some of these scores may be copies"
             )
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
             return (
                 f"{within} are the same as another score of the same question, but only in "
-                f"{few}: scores were copied"
+                f"{few}, so these scores were probably copied"
             )
         return ""
 
@@ -526,9 +526,9 @@ class DomainCheck:
         if p > LEVEL:
             return ""
         return (
-            f"out of domain: the {len(scores)} chunks of this problem score worse than those of "
-            f"{100 * (1 - p):.1f} % of the {len(self.means)} questions of the calibration run; the "
-            "gate and the models may be unsuitable for this problem"
+            f"out of domain: the {len(scores)} chunks of this problem score worse than the "
+            f"chunks of {100 * (1 - p):.1f} % of the {len(self.means)} calibration questions; "
+            "the gate and the models may be unsuitable for it"
         )
 
 
@@ -757,8 +757,8 @@ class DriftMonitor(Persisted):
         if p <= self.significance * _COPIED:
             message = (
                 f"{100 * self._repeats.within:.0f} % of the stored scores are the same as "
-                "another score of the same question, but the run's scores are not: stored "
-                "scores were copied"
+                "another score of the same question, but the run's scores do not repeat like "
+                "this, so stored scores were copied"
             )
             self._alarm("duplicates", p, message)
             return
@@ -836,8 +836,8 @@ class Health:
             )
         if not self.repeats.clustered:
             warnings.append(
-                "it is not known which question each score belongs to, so atts treats all "
-                "scores as independent, although scores of the same question rarely are"
+                "the questions of the scores are not recorded, so atts treats all scores as "
+                "independent, although scores of the same question rarely are"
             )
         if self.infinite:
             warnings.append(f"infinite scores: {self.infinite}")

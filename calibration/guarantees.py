@@ -99,15 +99,16 @@ class Facts:
         side = max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
             return (
-                f"({SLACK:g} W + 1 + {side:g} E) / T of the nominal rate when the run ends. W is the "
-                "largest number of decisions that the run ever expected. E is the largest amount by "
-                "which half the expected number of remaining decisions ever exceeded the actual number"
+                f"({SLACK:g} W + 1 + {side:g} E) / T of the nominal rate when the run ends. W "
+                "is the largest number of decisions that the run ever expected. E is the "
+                "largest excess of half the expected number of remaining decisions over their "
+                "actual number"
             )
         if self.decided * side <= bound:
             return ""
         return (
             f"{bound:.2f} / T of the nominal rate; now, after T = {self.decided:,} decisions, "
-            f"this means within {bound / self.decided:.4f}"
+            f"this is {bound / self.decided:.4f}"
         )
 
     @property
@@ -126,8 +127,9 @@ class Facts:
             variance = max(whole / _LAST, 2.0) / 12 + 0.25
             reach = SLACK + _sub_gaussian_reach(variance) / whole
             return (
-                f"{reach:.4f} of the nominal rate over the whole run (about {whole:,.0f} decisions), "
-                f"even if the run ends 1 / {_LAST} of its decisions earlier than expected"
+                f"{reach:.4f} of the nominal rate over the whole run (about {whole:,.0f} "
+                f"decisions), even if the run ends earlier than expected by 1 / {_LAST} of its "
+                "decisions"
             )
         step = self.tuning.aci_step
         fixed_point = 1 / (4 * step * (2 - step)) if step < 1 else math.inf

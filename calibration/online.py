@@ -291,7 +291,9 @@ class Calibrator(Persisted):
             impossible.
         """
         if turn < 0 or (sample is not None and sample < 0):
-            raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
+            raise CalibrationInputError(
+                "turn and sample", (turn, sample), "whole numbers of at least 0"
+            )
         if left is not None and not 0 <= left <= 1:
             raise CalibrationInputError("left", left, "a fraction in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
@@ -518,7 +520,7 @@ class Calibrator(Persisted):
             raise CalibrationInputError(
                 "length",
                 length,
-                "the length of the chunk as a number above 0, because scores are ranked by length",
+                "the length of the chunk, a number above 0, because scores are ranked by length",
             )
         if math.isinf(nonconformity):
             return nonconformity

@@ -364,7 +364,7 @@ def check_stored(
         raise CalibrationInputError(
             "stored scores",
             0,
-            'at least one score for rate scope "split", which does not learn from the run',
+            'at least one, because rate scope "split" does not learn from the run',
         )
     if len(stored):
         check_fingerprint("the calibration", stored.fingerprint, now)

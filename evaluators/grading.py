@@ -146,7 +146,7 @@ def _graded(
     kind_of_record = _KINDS.get(str(record.get("kind", kind)))
     if kind_of_record is None:
         known = f"Known: {', '.join(_KINDS)}"
-        raise DatasetError(where, f"{record['kind']!r} is not a kind of answer", known)
+        raise DatasetError(where, f"{record['kind']!r} is not a known kind of answer", known)
     extracted = _answer(record, kind_of_record, fallback, where)
     if "text" in record:
         if kind_of_record == "text":
@@ -269,7 +269,7 @@ def _answer(
     if "answer" not in record:
         raise DatasetError(
             where,
-            "has neither `answer` nor `text`",
+            "the record has neither `answer` nor `text`",
             "Add one of the two fields; `gold` is the reference",
         )
     if record["answer"] is None:
@@ -296,5 +296,5 @@ def _text(record: Mapping[str, Any], name: str, where: str) -> str:
     if isinstance(value, str):
         return value
     if name not in record:
-        raise DatasetError(where, f"has no `{name}`")
-    raise DatasetError(where, f"`{name}` is {type(value).__name__}, not text")
+        raise DatasetError(where, f"the field `{name}` is missing")
+    raise DatasetError(where, f"`{name}` is {type(value).__name__}, not a string")

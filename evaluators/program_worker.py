@@ -70,7 +70,7 @@ def main() -> None:
     try:
         _confine(job)
     except OSError as error:
-        sys.stderr.write(f"cannot confine: {error}\n")
+        sys.stderr.write(f"the program cannot be confined: {error}\n")
         sys.stderr.flush()
         os._exit(1)  # never run the untrusted program without the restrictions
     sys.setrecursionlimit(20_000)

@@ -143,7 +143,9 @@ def judge_program(reference: str, program: str) -> Verdict:
                 )
             if not _same_output(case.output, run.output, is_value=bool(tests.function)):
                 return Verdict(
-                    "different", "tests", f"test {number} of {total}: the output differs"
+                    "different",
+                    "tests",
+                    f"test {number} of {total}: the output differs from the expected output",
                 )
     return Verdict("equal", "tests", f"{total} tests passed")
 
@@ -209,7 +211,9 @@ def check_confinement() -> None:
     """
     [run] = run_program("print(1)", [""], ProgramTests(()))
     if run.end != "done":
-        raise UsageError(f"code tasks need a machine that can confine programs: {run.detail}")
+        raise UsageError(
+            f"code tasks need a machine that can run untrusted programs in a sandbox: {run.detail}"
+        )
 
 
 def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
@@ -227,7 +231,9 @@ def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
     if any(kind == "functional" for kind, _ in (*public, *private)):
         function = str(facts.get("func_name") or "")
         if not function:
-            raise ValueError("tests a function, but its metadata has no func_name")
+            raise ValueError(
+                "has tests of a function, but its metadata does not name the function in func_name"
+            )
     cases = tuple(case for _, case in (*public, *private))
     starter = row.get("starter_code")
     return ProgramTests(cases, len(public), function), starter if isinstance(starter, str) else ""
@@ -264,7 +270,7 @@ class _TextOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Raise an error for every class."""
-        raise ValueError(f"packs an object of {module}.{name} instead of a text")
+        raise ValueError(f"contains a pickled object of class {module}.{name} instead of a string")
 
 
 def _unpacked(text: str) -> str:
@@ -276,7 +282,7 @@ def _unpacked(text: str) -> str:
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"has private tests that cannot be unpacked ({error})") from error
     if not isinstance(value, str):
-        raise ValueError("has private tests that are not text")
+        raise ValueError("has private tests that are not a string")
     return value
 
 

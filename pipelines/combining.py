@@ -562,10 +562,10 @@ class CombineSummary:
                 "both presentation orders"
             )
         if self.unusable:
-            words += f"; for {self.unusable:,} problems the request to the target failed"
+            words += f"; the request to the target failed for {self.unusable:,} problems"
         usage = self.usage
         return (
-            f"{words}; the target wrote {usage.target_tokens:,} tokens for this in "
+            f"{words}; for this, the target wrote {usage.target_tokens:,} tokens in "
             f"{usage.calls:,} calls"
         )
 

@@ -283,8 +283,8 @@ class StaticRankGate(NonLearningGate):
         if not pools:
             raise OptionError(
                 "calibration scores",
-                "the published rule by question needs scores of the run's questions, but no score "
-                "names a question",
+                "the published rule by question needs scores of the run's questions, but the "
+                "stored scores do not record their questions",
             )
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
@@ -411,7 +411,7 @@ class CappedGate:
                 decision,
                 "accept",
                 "budget",
-                f"{decision.why}; accepted: the cap allows no further escalation",
+                f"{decision.why}; accepted, because the cap allows no further escalation",
             )
         return decision
 
@@ -453,7 +453,10 @@ class AgreementGate:
             and features.agreement >= self.agreement
         ):
             return _overruled(
-                decision, "accept", "budget", f"{decision.why}; accepted: siblings agree"
+                decision,
+                "accept",
+                "budget",
+                f"{decision.why}; accepted, because the sibling rollouts agree",
             )
         return decision
 
@@ -490,7 +493,7 @@ class WarmingGate:
         if scores < 1:
             raise OptionError(
                 "warmup",
-                f"a warm-up of {scores} scores is too short; give at least 1, or no warm-up",
+                f"a warm-up of {scores} scores is too short; give at least 1 score, or no warm-up",
             )
         if meanwhile not in get_args(Meanwhile):
             raise OptionError(
@@ -515,7 +518,10 @@ class WarmingGate:
         if self.gate is not None:
             return self.gate.preview(features)
         return self._decision(
-            features, "verify", None, "warm-up: the score is only stored for the calibration"
+            features,
+            "verify",
+            None,
+            "during the warm-up, scores are only stored for the calibration",
         )
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -529,7 +535,7 @@ class WarmingGate:
         if math.isnan(score):
             raise CalibrationInputError("score", score, "a number")
         self._seen.append(WarmScore(score, features.question, features.turn, features.tokens))
-        why = f"warm-up score {len(self._seen)} of {self._scores}: stored for the calibration"
+        why = f"stored for the calibration as warm-up score {len(self._seen)} of {self._scores}"
         decision = self._decision(features, self._meanwhile, score, why)
         if len(self._seen) == self._scores:
             self.gate = self._make(self._seen)
@@ -584,7 +590,7 @@ class CertifiedGate:
         """Return the certified gate's decision."""
         decision = self.inner.decide(features, score)
         return _overruled(
-            decision, decision.action, "certificate", f"{decision.why}; certified policy"
+            decision, decision.action, "certificate", f"{decision.why}; this policy is certified"
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:

@@ -306,7 +306,9 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
     """
     judge = builder.context.judge
     if judge is None:
-        raise UsageError("score.kind learned needs a judge: set score.judge to the judge's file")
+        raise UsageError(
+            "score.kind learned needs a judge; set score.judge to the file of the judge"
+        )
     answered, share, _ = builder.siblings.agreement(builder.rollout.sample, proposal.answer)
     known = judge_features(
         logprobs, proposal.chunk.logprobs, builder.turn, share if answered else None

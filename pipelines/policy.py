@@ -48,7 +48,8 @@ class Chunking:
     ] = None
     stop: Annotated[
         tuple[str, ...] | None,
-        "texts that end a chunk; []: chunks have a fixed length; none: the default of the models",
+        "strings that end a chunk ([]: chunks have a fixed length; none: the default of the "
+        "models)",
     ] = None
 
 
@@ -140,8 +141,8 @@ class ConfidenceStop:
 
     warmup: Annotated[
         int,
-        "number of warm-up rollouts, which run to their end first; less confident later rollouts "
-        "may end early",
+        "number of warm-up rollouts, which always run to their end; later rollouts may be "
+        "stopped if they are less confident",
     ] = 16
     keep: Annotated[float, "share of warm-up rollouts whose confidence is above the threshold"] = (
         0.9
@@ -217,7 +218,8 @@ class Policy:
     ] = "chunk"
     escalated_vote: Annotated[
         EscalatedVote,
-        "voters on an escalated problem: all (all rollouts), target (only the target's rollouts)",
+        "rollouts that vote on an escalated problem: all (all rollouts), target (only the "
+        "target's rollouts)",
     ] = "all"
     takeover: Annotated[
         Takeover,
@@ -274,12 +276,14 @@ class Policy:
         "(the vote is unlikely to change)",
     ] = "certain"
     confidence: Annotated[
-        float, "probability of an unchanged vote from which early_stop=likely cancels rollouts"
+        float,
+        "early_stop=likely cancels rollouts once the vote stays the same with at least "
+        "this probability",
     ] = 0.95
     first_wave: Annotated[
         int,
-        "number of rollouts that start first; more rollouts start only if these disagree; 0: all "
-        "rollouts start at once, or half of them if escalates=problem",
+        "number of rollouts that start first; more rollouts start only if these disagree (0: "
+        "all rollouts start at once, or half of them if escalates=problem)",
     ] = 0
     growth: Annotated[
         float, "factor by which each wave multiplies the number of rollouts so far"
@@ -304,17 +308,17 @@ class Policy:
     confidence_stop: ConfidenceStop | None = None
     timeout_seconds: Annotated[
         float,
-        "time limit of an engine call in seconds, including the wait at a server; a local engine "
-        "that makes progress has no limit",
+        "time limit of an engine call in seconds, including its wait in a server's queue; a "
+        "local engine that makes progress has no limit",
     ] = 600.0
     repeats: Annotated[
         int, "a rollout ends if it repeats the same chunk this many times in a row"
     ] = 3
     combine: Annotated[
         Combine,
-        "how a problem gets its answer: vote; or, if votes split, select (the target chooses one "
-        "of the most frequent answers) or synthesize (the target writes a new solution); auto: "
-        "select once selection is known to help",
+        "how a problem gets its answer: vote (always by vote), select (if votes split, the "
+        "target chooses one of the most frequent answers), synthesize (if votes split, the "
+        "target writes a new solution), auto (select once selection is known to help)",
     ] = "vote"
     finalists: Annotated[
         int, "number of most frequent answers that the target compares if votes split"
@@ -348,7 +352,7 @@ class Policy:
         self._check_thinking()
         if self.exact and self.drafter != "target":
             raise OptionError(
-                "exact", "method exact writes the target's text; set drafter to target"
+                "exact", "method exact writes exactly the target's text, so drafter must be target"
             )
         for name, sampling in (
             ("sampling", self.sampling),
@@ -376,7 +380,8 @@ class Policy:
             missing = [field for field in PROMPT_FIELDS if text is not None and field not in text]
             if missing:
                 problem = (
-                    f"the prompt must contain {' and '.join(missing)}, which atts replaces by texts"
+                    f"the prompt must contain {' and '.join(missing)}, which atts replaces with "
+                    "texts"
                 )
                 raise OptionError(name, problem)
         if not self.timeout_seconds > 0:
@@ -387,7 +392,7 @@ class Policy:
         if not self.growth > 1:
             raise OptionError(
                 "growth",
-                f"growth {self.growth} would start no further wave; give more than 1",
+                f"with growth {self.growth}, no further wave would start; give more than 1",
             )
         for name in ("confidence", "agreement"):
             value = getattr(self, name)
@@ -424,14 +429,15 @@ class Policy:
         if self.drafter == "target" or self.barrier:
             raise OptionError(
                 "escalates",
-                "with escalates=problem the draft's rollouts come first and do not wait for each "
-                "other; leave drafter and barrier at their defaults",
+                "with escalates=problem the draft writes its rollouts first, and they do not "
+                "wait for each other; leave drafter and barrier at their defaults",
             )
         if len(self.waves) != 2:
             raise OptionError(
                 "first_wave",
-                f"a first wave of {self.first_wave} of {self.samples} rollouts is impossible: with "
-                "escalates=problem the draft writes the first wave, and the target one more wave",
+                "escalates=problem needs exactly two waves, one of the draft and one of the "
+                f"target; a first wave of {self.first_wave} of {self.samples} rollouts makes "
+                "this impossible",
             )
 
     @property
@@ -544,8 +550,8 @@ def _check_sampling(name: str, sampling: Sampling) -> None:
     if sampling.top_k < 0:
         raise OptionError(
             f"{name}.top_k",
-            f"{sampling.top_k} is out of range; give a number of "
-            "most likely tokens, or 0 for all tokens",
+            f"{sampling.top_k} is out of range; give the number of most likely tokens to sample "
+            "from, or 0 for all tokens",
         )
 
 
@@ -639,7 +645,7 @@ def _check_scorer(target: EngineSpec) -> None:
     finding = dict(target.findings).get("scores") or ""
     reason = f" (its probe said {finding!r})" if finding.startswith("no") else ""
     problem = (
-        f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
+        f"{target.engine} cannot score, but with this method the target scores every chunk{reason}"
     )
     advice = (
         "Use a target on vLLM or SGLang, or a local target; method cascade, method spec-reason "
@@ -671,7 +677,7 @@ def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
             "the target rounds its scores, but method exact needs the exact tokens that the "
             "target samples while scoring"
         )
-        raise UnsupportedByEngine(target.name, problem, "Leave scores=bfloat16 out")
+        raise UnsupportedByEngine(target.name, problem, "Leave out scores=bfloat16")
     if draft.tokenizer != target.tokenizer:
         problem = (
             "draft and target have different tokenizers, but method exact compares token by token"

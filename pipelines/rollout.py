@@ -367,15 +367,15 @@ class RunningVote:
         current = self.tally
         if cannot_change(current, remaining):
             self._settled = (
-                f"vote settled: the leading answer is ahead by {current.lead:.3g} "
-                f"votes, with {remaining} rollouts left"
+                f"the vote is settled: the leading answer is ahead by {current.lead:.3g} votes, "
+                f"with {remaining} rollouts left"
             )
         elif self.policy.early_stop == "likely":
             probability = settled_probability(current, remaining)
             if probability >= self.policy.confidence:
                 self._settled = (
-                    f"vote settled with probability {probability:.3f} (Dirichlet model), with "
-                    f"{remaining} rollouts left"
+                    f"the vote is settled with probability {probability:.3f} (Dirichlet model), "
+                    f"with {remaining} rollouts left"
                 )
         return bool(self._settled)
 
@@ -426,7 +426,7 @@ def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     if decision.escalate:
         return ""
     leading = count.counts[0] if count.counts else 0
-    return f"{leading} of {len(first)} rollouts of the draft agree"
+    return f"{leading} of the draft's {len(first)} rollouts agree"
 
 
 def conclude(

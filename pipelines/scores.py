@@ -116,14 +116,12 @@ class ScoreRule:
     ] = "mean"
     reward: Annotated[
         str,
-        "reward model of kind prm: vllm:http://HOST:PORT/MODEL or sglang:http://HOST:PORT/MODEL",
+        "reward model for kind prm: vllm:http://HOST:PORT/MODEL or sglang:http://HOST:PORT/MODEL",
     ] = ""
     separator: Annotated[
         str, "text after each step of a solution, for a reward model on vLLM that rewards each step"
     ] = "<extra_0>"
-    judge: Annotated[
-        str, "file of the judge of kind learned, which atts calibration judge writes"
-    ] = ""
+    judge: Annotated[str, "judge for kind learned: a file that `atts calibration judge` wrote"] = ""
 
     def __post_init__(self) -> None:
         if self.kind not in SCORE_KINDS:

@@ -198,12 +198,15 @@ class Probe:
         """Skip the check unless the engine and the options support everything in `needs`."""
         missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
-            raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
+            raise NotApplicable(
+                f"the engine does not have the capability {' or '.join(sorted(missing))}"
+            )
         if "seeds" in needs and self.options.seeding != "exact":
-            raise NotApplicable("the engine does not promise to reproduce seeds")
+            raise NotApplicable("the engine does not promise the same text for the same seed")
         if "factory" in needs and self.factory is None:
             raise NotApplicable(
-                "the check needs a second engine: pass a function that makes a new engine"
+                "the check needs a second engine; pass a function that returns a new engine, "
+                "not an open engine"
             )
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
@@ -236,7 +239,10 @@ class Probe:
             (right,) = await self.score(before, (theirs[same],))
             if abs(left - right) <= self.options.tie:
                 return
-        fail(f"{what}: from token {same} on, {tail(ours, same)}, expected {tail(theirs, same)}")
+        fail(
+            f"{what}: from token {same} on, the ids are {tail(ours, same)}, expected "
+            f"{tail(theirs, same)}"
+        )
 
 
 def require(kept: bool, message: str) -> None:
@@ -299,7 +305,7 @@ async def check_opening(probe: Probe) -> None:
         missing = [name for name in _ASKED[whose] if not hasattr(part, name)]
         require(
             not missing,
-            f"the {whose} lacks {', '.join(missing)}: see `atts.engine.{whose.capitalize()}`",
+            f"the {whose} lacks {', '.join(missing)}; see `atts.engine.{whose.capitalize()}`",
         )
 
 
@@ -311,7 +317,10 @@ async def check_spec(probe: Probe) -> None:
     require(spec.context_length > 0, f"context_length is {spec.context_length}")
     require(spec.vocabulary > 0, f"vocabulary is {spec.vocabulary}")
     require(bool(spec.capabilities), "the spec lists no capabilities")
-    require(bool(spec.name and spec.model and spec.engine), "name, model and engine must be given")
+    require(
+        bool(spec.name and spec.model and spec.engine),
+        "the spec must have a name, a model and an engine",
+    )
     outside = [index for index in spec.end_ids if not 0 <= index < spec.vocabulary]
     require(not outside, f"end ids {outside} are outside the vocabulary of {spec.vocabulary}")
     require(
@@ -387,10 +396,13 @@ async def check_length(probe: Probe) -> None:
             require(count <= limit, f"{count} tokens were returned, at most {limit} were requested")
             require(
                 completion.ended in ("length", "end"),
-                f"a request without a stop string ended with {completion.ended!r}",
+                f"ended is {completion.ended!r}, although the request has no stop string",
             )
             if completion.ended == "length":
-                require(count == limit, f'ended is "length" after {count} of {limit} tokens')
+                require(
+                    count == limit,
+                    f'ended is "length", although the text has only {count} of {limit} tokens',
+                )
 
 
 @check("sample")
@@ -468,7 +480,7 @@ async def check_end(probe: Probe) -> None:
         ended = completion.ids[-1] in end
         require(
             (completion.ended == "end") == ended,
-            f"the completion says that it ended by {completion.ended!r}, but its last token id is "
+            f"ended is {completion.ended!r}, which contradicts the last token id, "
             f"{completion.ids[-1]}",
         )
         if ended:
@@ -496,7 +508,7 @@ async def check_alignment(probe: Probe) -> None:
         if cut:
             rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
             probe.require_close(
-                "the scores of a text differ if its two parts are scored separately",
+                "scoring a text in two parts gives other scores than scoring it as a whole",
                 rest,
                 whole[cut:],
             )
@@ -524,7 +536,8 @@ async def check_improbable(probe: Probe) -> None:
         gain = spoilt[position] - plain[position]
         require(
             gain <= probe.options.tolerance,
-            f"token {planted} scores {gain:.4f} nats higher than the greedy token",
+            f"token {planted} scores {gain:.4f} nats higher than the greedy token, although the "
+            "greedy token is the most probable",
         )
         lower += gain < -probe.options.tie
     require(
@@ -547,7 +560,7 @@ async def check_greedy(probe: Probe) -> None:
     }
     for number, (what, sampling) in enumerate(same.items(), start=1):
         again = await probe.engine.sample(replace(probe.request(0, number), sampling=sampling))
-        what_differs = f"{what} and temperature 0 give different texts"
+        what_differs = f"{what} gives another text than temperature 0"
         await probe.require_same(what_differs, request, again.ids, best)
     cut = len(best) // 2
     if cut:
@@ -555,7 +568,8 @@ async def check_greedy(probe: Probe) -> None:
             probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut
         )
         await probe.require_same(
-            "the second part of a greedy text differs if it is sampled in a request of its own",
+            "sampling a greedy text in two requests gives another text than sampling it in one "
+            "request",
             rest,
             (await probe.engine.sample(rest)).ids,
             best[cut:],
@@ -583,9 +597,15 @@ async def check_seeds(probe: Probe) -> None:
         ):
             require(
                 other.ids == alone[number].ids,
-                f"{request.seed} gives other tokens {what} than alone",
+                f"{request.seed}: the tokens of a request sampled {what} differ from those of "
+                "the same request alone",
             )
-            probe.require_close(f"log-probs differ {what}", other.logprobs, alone[number].logprobs)
+            probe.require_close(
+                f"the log-probs of a request sampled {what} differ from those of the same "
+                "request alone",
+                other.logprobs,
+                alone[number].logprobs,
+            )
 
 
 @check("sample", "seeds")
@@ -602,7 +622,8 @@ async def check_seed_fields(probe: Probe) -> None:
         texts = {completion.ids for completion in await probe.sample_all(others)}
         require(
             texts != {first.ids},
-            f"four seeds that differ only in {field!r} all give the same text",
+            f"the engine ignores {field!r}: seeds that differ only in this field give the same "
+            "text",
         )
 
 
@@ -626,7 +647,7 @@ async def check_distribution(probe: Probe) -> None:
         if len(scores) < 2:
             continue  # the second likeliest token is so rare that no draw gave it
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
-        require(tied, f"top_k 2 drew {len(scores)} different tokens")
+        require(tied, f"sampling with top_k 2 drew {len(scores)} different tokens")
         lead = (scores[0][0] - scores[1][0]) / temperature
         if len(scores) == 2:
             what = f"the better of two tokens at temperature {temperature:g}"
@@ -659,7 +680,7 @@ async def check_hints(probe: Probe) -> None:
     # wrong, but must not change an answer.
     for number, request in enumerate(probe.requests(1)):
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
-        what = "a rollout hint of another text changed the answer"
+        what = "a rollout hint that belongs to another text changed the answer"
         await probe.require_same(what, request, hinted.ids, honest[number].ids)
         if not probe.can("score"):
             continue
@@ -691,7 +712,8 @@ async def check_drawing(probe: Probe) -> None:
         if len(begun.ids) == len(whole.ids):
             require(
                 begun.ended == whole.ended,
-                f"ended is {begun.ended!r} if drawn while scoring, {whole.ended!r} if sampled",
+                f"ended is {begun.ended!r} for tokens drawn while scoring, but {whole.ended!r} "
+                "for sampled tokens",
             )
             continue
         left = request.max_tokens - len(begun.ids)
@@ -700,16 +722,16 @@ async def check_drawing(probe: Probe) -> None:
         )
         done = await probe.engine.sample(rest)
         await probe.require_same(
-            "sampling after the drawn tokens gives another text than sampling everything in one "
-            "request",
+            "continuing the drawn tokens gives another text than sampling the whole text in "
+            "one request",
             request,
             begun.ids + done.ids,
             whole.ids,
         )
         require(
             done.ended == whole.ended,
-            f"ended is {done.ended!r} if drawn tokens are continued, {whole.ended!r} if all tokens "
-            "are sampled in one request",
+            f"ended is {done.ended!r} if drawn tokens are continued, but {whole.ended!r} if the "
+            "whole text is sampled in one request",
         )
 
 
@@ -781,7 +803,10 @@ async def check_refusals(probe: Probe) -> None:
                 f"scoring {what}", UsageError, partial(engine.score, ScoreRequest(prefix, suffix))
             )
     if engine.stats().in_flight:
-        fail(f"after refused requests, {engine.stats().in_flight} requests are in flight")
+        fail(
+            f"after all invalid requests were refused, {engine.stats().in_flight} requests "
+            "still count as in flight"
+        )
 
 
 @check()
@@ -834,7 +859,10 @@ async def check_stats(probe: Probe) -> None:
     after = engine.stats()
     _require_growth(before, middle)
     _require_growth(middle, after)
-    require(after.in_flight == 0, f"{after.in_flight} requests in flight after the last answer")
+    require(
+        after.in_flight == 0,
+        f"the engine counts {after.in_flight} requests in flight after the last answer",
+    )
     for name, grown in (
         ("requests", requests),
         ("sampled_tokens", sampled),
@@ -848,7 +876,7 @@ def _require_growth(before: EngineStats, after: EngineStats) -> None:
     for field in fields(EngineStats):
         old = getattr(before, field.name)
         new = getattr(after, field.name)
-        require(new >= 0, f"{field.name} is {new}")
+        require(new >= 0, f"the counter {field.name} is negative ({new})")
         require(
             new >= old or field.name == "in_flight",
             f"the counter {field.name} fell from {old} to {new}",
@@ -864,11 +892,15 @@ async def check_closing(probe: Probe) -> None:
     await engine.__aexit__(None, None, None)
     if probe.can("sample"):
         await refused(
-            "sampling when closed", EngineUnavailable, partial(engine.sample, probe.request())
+            "sampling on a closed engine",
+            EngineUnavailable,
+            partial(engine.sample, probe.request()),
         )
     if probe.can("score"):
         request = ScoreRequest(probe.prompt, probe.prompt)
-        await refused("scoring when closed", EngineUnavailable, partial(engine.score, request))
+        await refused(
+            "scoring on a closed engine", EngineUnavailable, partial(engine.score, request)
+        )
 
 
 async def _use(engine: Engine, probe: Probe) -> None:
@@ -930,7 +962,8 @@ async def check_cancellation(probe: Probe) -> None:
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
-        f"the engine answered all {seen.running} requests that were cancelled in flight",
+        f"the engine ignored cancellations: it answered all {seen.running} requests that were "
+        "cancelled in flight",
     )
     cancelled = probe.engine.stats().cancelled - before
     what = (
@@ -985,8 +1018,8 @@ async def _settle(probe: Probe) -> None:
     left = probe.engine.stats().in_flight
     require(
         not left,
-        f"{left} requests still in flight {probe.options.settle_seconds:g} s after they were "
-        f"cancelled",
+        f"{left} requests are still in flight {probe.options.settle_seconds:g} s after they "
+        "were cancelled",
     )
 
 
@@ -1087,7 +1120,7 @@ async def _check_all(
                 CheckResult(
                     each,
                     "skipped",
-                    "not checked, because the engine does not open or lacks required members",
+                    "not checked, because the engine could not be opened or lacks required members",
                 )
                 for each in remaining
             ]

@@ -63,7 +63,7 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
         or math.fsum(shares.values()) > 1 + 1e-9
     ):
         raise OptionError(
-            "faults", f"shares {dict(shares)} are not probabilities that sum to at most 1"
+            "faults", f"the shares must be probabilities that sum to at most 1, got {dict(shares)}"
         )
 
 
@@ -308,7 +308,8 @@ class ScriptedEngine(BaseEngine):
         if concurrency is not None and concurrency < 1:
             raise OptionError(
                 "concurrency",
-                f"a concurrency of {concurrency} serves no request; give at least 1, or None",
+                f"a concurrency of {concurrency} would serve no request; give at least 1, or "
+                "None for no limit",
             )
         super().__init__(role)
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())

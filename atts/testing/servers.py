@@ -446,7 +446,7 @@ class DialectServer:
 
         :raises BaseException: the server cannot start.
         """
-        assert self._open is None, "the server already runs"
+        assert self._open is None, "the server is already running"
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
             stack.enter_context(portal.wrap_async_context_manager(self._serving()))
@@ -1351,7 +1351,7 @@ class RewardServer:
     @property
     def url(self) -> str:
         """Return the URL of the server."""
-        assert self._http is not None, "the server must be open to listen"
+        assert self._http is not None, "the server has a URL only while it is open"
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property

@@ -140,8 +140,8 @@ class ToyTokenizer:
         """
         if ids and not (0 <= min(ids) and max(ids) < len(self.pieces)):
             raise UsageError(
-                f"cannot decode an id outside 0..{len(self.pieces) - 1}; the ids may be of another "
-                "tokenizer"
+                f"cannot decode an id outside 0..{len(self.pieces) - 1}; the ids may come from "
+                "another tokenizer"
             )
         return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 

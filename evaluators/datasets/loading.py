@@ -74,7 +74,9 @@ def split_slice(name: str) -> tuple[str, Selection]:
         return name, Selection()
     start, stop, step = (int(end) if end and end != "-" else None for end in match.groups()[1:])
     if step == 0:
-        raise OptionError("dataset", f"{name!r} has a step of 0")
+        raise OptionError(
+            "dataset", f"the slice in {name!r} has step 0; give another step, or none"
+        )
     return match[1], Selection(start=start, stop=stop, step=step)
 
 
@@ -137,7 +139,7 @@ def _by(
         raise DatasetError(
             source,
             f"no problem has the {field} {unknown[0]!r}",
-            f"Known: {known or 'the dataset states none'}",
+            f"Known values: {known or 'none, because the dataset does not record them'}",
         )
     return [problem for problem in problems if folded(getattr(problem, field)) in asked]
 
@@ -193,7 +195,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
         raise _absent(
             repo,
             revision,
-            "the dataset is not in the local cache, and use of the network is turned off",
+            "the dataset is not in the local cache, and network access is turned off",
         )
     try:
         here = _download(repo, revision, patterns, options.cache, fetch=True)
@@ -229,7 +231,9 @@ def cached_snapshot(
         return None
     except HFValidationError as error:
         raise DatasetError(
-            repo, f"not the name of a hub dataset ({error})", "Names are owner/name"
+            repo,
+            f"this is not the name of a hub dataset ({error})",
+            "Names have the form owner/name",
         ) from None
     return here if here.files(patterns) else None
 
@@ -269,12 +273,14 @@ def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     chosen = chosen or (ours if len(ours) == 1 else [])
     if len({Path(name).parent for name in chosen}) != 1:
         problem = (
-            f"{'no' if not chosen else 'more than one'} set of files belongs to split {split!r}"
+            f"{'no' if not chosen else 'more than one'} set of data files belongs to split "
+            f"{split!r}"
         )
         raise DatasetError(
             here.repo,
             problem,
-            f"Give the split and the configuration; the data files are {', '.join(names[:12])}",
+            "Name the split and the configuration; the dataset has the files "
+            f"{', '.join(names[:12])}",
         )
     return [here.folder / name for name in sorted(chosen)]
 
@@ -465,8 +471,8 @@ def _dataset(
         whole = BENCHMARKS[benchmark.prefix].size
         if len(problems) != whole:
             problem = (
-                f"{benchmark.name} is a sample of {whole} problems in a fixed order, but this source "
-                f"has {len(problems)} problems"
+                f"{benchmark.name} is a sample of the {whole} problems of {benchmark.prefix} in "
+                f"a fixed order, but this source has {len(problems)} problems"
             )
             raise DatasetError(
                 table.source, problem, f"Use a source with all problems of {benchmark.prefix}"

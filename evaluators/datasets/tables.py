@@ -290,8 +290,10 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".csv" | ".tsv" as kind:
             return _csv(_text(path, data, source), path, "\t" if kind == ".tsv" else ",", source)
         case _:
-            problem = f"{path.name} is not of a kind that atts reads"
-            raise DatasetError(source, problem, f"Known: {', '.join(SUFFIXES)}, each also .gz")
+            problem = f"{path.name} has a type that atts cannot read"
+            raise DatasetError(
+                source, problem, f"Known types: {', '.join(SUFFIXES)}, each also with .gz appended"
+            )
 
 
 def _text(path: Path, data: bytes, source: str) -> str:
@@ -344,7 +346,10 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
         for row in reader:
             # if a row has too many cells, DictReader stores the additional cells under the key None
             if None in row:
-                problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
+                problem = (
+                    f"{path.name} line {reader.line_num} has more fields than the header, which "
+                    f"has {len(row) - 1}"
+                )
                 raise DatasetError(source, problem, "Quote fields that contain the delimiter")
             yield reader.line_num, dict(row)
     except csv.Error as error:
@@ -507,7 +512,8 @@ class Reader:
             return 0
         raise self.error(
             index,
-            f"has the answer {answer!r}, which is not a letter, position or text of its choices",
+            f"has the answer {answer!r}, which is not the letter, the position or the text of "
+            "one of its choices",
         )
 
     def error(self, index: int, problem: str) -> DatasetError:
@@ -692,7 +698,7 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     stated = [reader.text(index, level) for index in range(len(problems))]
     unread = sum(bool(text) and _level(text) is None for text in stated)
     if unread:
-        notes.append(f"column {level!r} does not have a level number in {unread} rows")
+        notes.append(f"column {level!r} has no level number in {unread} rows")
     if reader.columns.distractors:
         notes.append(f"choices shuffled per question with seed {reader.options.seed}")
     return notes

@@ -153,7 +153,10 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
     pairs = list(counts)
     impossible = next((pair for pair in pairs if not 0 <= pair[0] <= pair[1]), None)
     if impossible is not None:
-        raise OptionError("counts", f"{impossible[0]} of {impossible[1]} is not a share")
+        raise OptionError(
+            "counts",
+            f"{impossible[0]} of {impossible[1]} is impossible; give a count from 0 to its total",
+        )
     table = np.asarray([pair for pair in pairs if pair[1]], dtype=np.float64).reshape(-1, 2)
     if not len(table):
         return undefined_estimate(0, 0, level, "nothing to count")

@@ -174,8 +174,8 @@ def problems_needed(
     if not is_answerable or not 0 < power < 1:
         raise OptionError(
             "difference",
-            f"a difference of {difference!r} with deviation {deviation!r} and power {power!r} "
-            "has no number of problems that shows it",
+            f"no number of problems can show a difference of {difference!r} with deviation "
+            f"{deviation!r} and power {power!r}",
         )
     needed = freedom = math.inf
     # The quantile of Student's t depends on the number of problems, so repeat until the number is
@@ -255,16 +255,18 @@ def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
         b = np.asarray(second, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise OptionError(
-            "comparison", f"the values must be one number per problem and run ({error})"
+            "comparison", f"give exactly one number for each problem and run ({error})"
         ) from None
     if a.shape != b.shape or a.ndim != 1:
         raise OptionError(
             "comparison",
-            f"{a.size} values cannot be paired with {b.size}: give one value per problem and run",
+            f"{a.size} values cannot be paired with {b.size}; give exactly one value for each "
+            "problem and run",
         )
     if np.isinf(a).any() or np.isinf(b).any():
         raise OptionError(
-            "comparison", "a value is infinite, so the mean difference is not defined"
+            "comparison",
+            "a value is infinite, so the mean difference cannot be computed; give finite values",
         )
     return a, b
 
@@ -433,8 +435,8 @@ class VarianceSplit:
     def __str__(self) -> str:
         if math.isnan(self.share_between):
             return (
-                f"all rollouts of {self.problems:,} problems had the same result; without "
-                "variance, the power cannot be computed"
+                f"all rollouts of {self.problems:,} problems had the same result; statistical "
+                "power needs rollouts with different results"
             )
         return (
             f"{100 * self.share_between:.0f} % of the variance of single rollouts is between "
@@ -502,7 +504,8 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
     if problems < 2 or samples < 1:
         raise OptionError(
             "problems",
-            f"{problems} problems x {samples} samples are too few to compare; give at least 2 x 1",
+            f"{problems} problems x {samples} samples are too few to compare; give at least 2 "
+            "problems x 1 sample",
         )
     variance = spread + 2 * split.within / samples
     if not spread >= 0 or not variance > 0:

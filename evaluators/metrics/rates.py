@@ -75,12 +75,13 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
     if k < 1:
-        raise OptionError("k", f"{k} is not at least 1")
+        raise OptionError("k", f"{k} is below 1; give at least 1")
     counts = np.atleast_1d(n)
     right = np.atleast_1d(c)
     if (right > counts).any() or (right < 0).any():
         raise OptionError(
-            "c", "the number of correct samples is negative or larger than the number of samples"
+            "c",
+            "the number of correct samples must be at least 0 and at most the number of samples",
         )
     # Use exact fractions, because 0.28 * 25 in floats is 7.000000000000001, and its ceiling is 8
     # instead of 7.
@@ -157,7 +158,7 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
     classes win with equal probability. A vote in which no sample has an answer is wrong.
     """
     if k < 1:
-        raise OptionError("k", f"{k} is not at least 1")
+        raise OptionError("k", f"{k} is below 1; give at least 1")
     result = np.full(len(problems), np.nan)
     samples = np.array([problem.samples for problem in problems], dtype=np.int64)
     for n in np.unique(samples[samples >= k]).tolist():
@@ -549,7 +550,7 @@ def _ratio(
     check_level(level)
     count = len(parts)
     if count < 2:
-        note = "two questions with both wrong and correct rollouts are needed"
+        note = "this needs at least two questions with both correct and wrong rollouts"
         return undefined_estimate(count, samples, level, note)
     numerator = np.asarray(parts, np.float64)
     weights = np.asarray(wholes, np.float64)

@@ -590,7 +590,10 @@ class CertifiedGate:
         """Return the certified gate's decision."""
         decision = self.inner.decide(features, score)
         return _overruled(
-            decision, decision.action, "certificate", f"{decision.why}; this policy is certified"
+            decision,
+            decision.action,
+            "certificate",
+            f"{decision.why}; decided by the certified policy",
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:

@@ -155,7 +155,7 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
     if impossible is not None:
         raise OptionError(
             "counts",
-            f"{impossible[0]} of {impossible[1]} is impossible; give a count from 0 to its total",
+            f"{impossible[0]} of {impossible[1]} is not a share; give a count from 0 to its total",
         )
     table = np.asarray([pair for pair in pairs if pair[1]], dtype=np.float64).reshape(-1, 2)
     if not len(table):

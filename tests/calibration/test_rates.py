@@ -46,7 +46,7 @@ def test_few_decisions_report_the_range_that_they_allow() -> None:
     """For about ten chunks the verdict adds the range of rates that fit the decisions; for about a
     thousand chunks it does not.
     """
-    assert "coin tosses would give a rate in [0.000, 0.500] (95 %): on target" in str(
+    assert "chance alone would give a rate in [0.000, 0.500] (95 %): on target" in str(
         check_rate(0.2, [(5, 1), (5, 1)])
     )
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal rate 20 %: on target")

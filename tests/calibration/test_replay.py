@@ -128,7 +128,7 @@ def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
         many = replay_scores([*FEW] * 20, rate=0.35, mode=mode, stored=stored, drift="report")
         bound = (0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step
         assert (
-            f"/ T of the nominal rate; now, after T = 800 decisions, this means within {bound / 800:.4f}"
+            f"/ T of the nominal rate; now, after T = 800 decisions, this is {bound / 800:.4f}"
             in many.guarantee
         )
     if mode in ("question", "question-turn"):

@@ -160,7 +160,7 @@ def message(action: Callable[[], object]) -> str:
         ("x.csv", b'problem,answer\n"p,1\n', ["line 1", "unexpected end"]),
         ("x.parquet", b"no parquet", ["not a Parquet file"]),
         ("x.jsonl.gz", b"no gzip", ["cannot be read"]),
-        ("x.txt", b"p", ["not of a kind that atts reads", ".jsonl"]),
+        ("x.txt", b"p", ["has a type that atts cannot read", ".jsonl"]),
         (
             "x.jsonl",
             b'{"problme": "p", "answer": "1"}\n',
@@ -281,7 +281,9 @@ def test_an_answer_outside_the_choices_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}]
     )
-    assert "not a letter, position or text of its choices" in message(lambda: load_dataset(path))
+    assert "not the letter, the position or the text of one of its choices" in message(
+        lambda: load_dataset(path)
+    )
 
 
 GPQA_ROWS: list[dict[str, Any]] = [
@@ -378,8 +380,8 @@ def test_filters_then_draw_then_slice() -> None:
     ("selection", "says"),
     [
         (Selection(ids=("set/77",)), "no problem has the id 'set/77'"),
-        (Selection(levels=(9,)), "Known: 1, 2, 3, 4, 5"),
-        (Selection(subjects=("Geometry",)), "Known: A, B"),
+        (Selection(levels=(9,)), "Known values: 1, 2, 3, 4, 5"),
+        (Selection(subjects=("Geometry",)), "Known values: A, B"),
         (Selection(sample=11), "cannot draw 11 of 10"),
         (Selection(sample=0), "cannot draw 0 of 10"),
         (Selection(start=10), "none of 10 problems matches the selection (slice [10:])"),

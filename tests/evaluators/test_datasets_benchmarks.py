@@ -455,10 +455,10 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
         == "train"
     )
     with pytest.raises(
-        DatasetError, match=r"more than one set of files belongs to split 'test'.*easy/test"
+        DatasetError, match=r"more than one set of data files belongs to split 'test'.*easy/test"
     ):
         cached("hub:some/thing", tmp_path, columns=mapping)
-    with pytest.raises(DatasetError, match="no set of files belongs to split 'dev'"):
+    with pytest.raises(DatasetError, match="no set of data files belongs to split 'dev'"):
         cached("hub:some/thing", tmp_path, split="dev", columns=Columns(text="q"))
 
 

@@ -146,7 +146,7 @@ def test_explain_shows_what_was_compared(atts: Callable[..., Done]) -> None:
     assert shown[1:4] == [
         "    reference  3", r"    reference  \dfrac{1}{2}", "    answer     0.5 (marker)",
     ]  # fmt: skip
-    assert shown[4].startswith("    rule       value: values were computed")
+    assert shown[4].startswith("    rule       value: the values of both answers were computed")
     assert shown[5] == r"    detail     read as \dfrac{1}{2} and 0.5"
 
 

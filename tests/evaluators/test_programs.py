@@ -263,8 +263,8 @@ class _Trap:
 @pytest.mark.parametrize(
     ("private", "words"),
     [
-        (packed(_Trap()), "instead of a text"),
-        (packed([1, 2]), "not text"),
+        (packed(_Trap()), "instead of a string"),
+        (packed([1, 2]), "not a string"),
         ("not packed", "cannot be unpacked"),
         ([{"input": "1"}], "without input or output"),
     ],

@@ -329,7 +329,7 @@ def test_agreement_counts_from_three_siblings_on() -> None:
     for answered, action in ((2, "escalate"), (3, "accept")):
         said = gate.decide(Features("q", answered=answered, agreement=1.0, issue=answered), 2.0)
         assert said.action == action
-    assert "siblings agree" in said.why
+    assert "the sibling rollouts agree" in said.why
     assert said.origin == "budget"
 
 

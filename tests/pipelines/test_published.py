@@ -125,7 +125,7 @@ def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
     strange = conditional.decide(Features("c"), 100.0)
     assert not strange.escalate
     assert "this question has no stored score" in strange.why
-    with pytest.raises(OptionError, match="no score names a question"):
+    with pytest.raises(OptionError, match="the stored scores do not record their questions"):
         gate_of("paper-conditional", StoredScores.of([1.0, 2.0]))
 
 

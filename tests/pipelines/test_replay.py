@@ -315,8 +315,8 @@ def test_a_replay_keeps_the_rule_that_accepts_what_siblings_agree_on(tmp_path: P
     recorded = {
         event.decision.turn_key: event.decision for event in open_run(tmp_path / "run").decisions()
     }
-    assert any("siblings agree" in decision.why for decision in recorded.values())
+    assert any("the sibling rollouts agree" in decision.why for decision in recorded.values())
     again = atts.replay(tmp_path / "run", rate=0.5)
     different = [one for one in again.decisions if one.decision.action != one.recorded.action]
     assert different == []
-    assert any("siblings agree" in one.decision.why for one in again.decisions)
+    assert any("the sibling rollouts agree" in one.decision.why for one in again.decisions)

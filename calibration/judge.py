@@ -99,7 +99,9 @@ class AdvantageJudge:
         if not all(isinstance(values[name], tuple) for name in ("names", *numbers)) or any(
             len(values[name] or ()) != len(values["names"] or ()) for name in numbers
         ):
-            raise CalibrationInputError("judge", "weights", "one for each of its features")
+            raise CalibrationInputError(
+                "judge", "incomplete", "one mean, scale and weight for each feature"
+            )
         return cls(**values)  # type: ignore[arg-type]  # checked above, and digested as a whole
 
 

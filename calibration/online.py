@@ -680,7 +680,7 @@ class Calibrator(Persisted):
             if theirs.get(name) != mine[name]:
                 raise CalibrationInputError(
                     f"{name} of the calibrator to merge",
-                    "another",
+                    "different",
                     "the same value as in this calibrator",
                 )
         if theirs["order"]["held"]:

@@ -166,7 +166,7 @@ class Combiner:
         if kind != "auto":
             return CombinePlan(kind, below=below)
         odds = self.odds
-        why = f"odds {odds:.3g}: {self.evidence}"
+        why = f"odds {odds:.3g} that the selector helps: {self.evidence}"
         if odds <= REFUTED:
             return CombinePlan("vote", below=below, why=why)
         return CombinePlan("select", is_trial=odds < PROVEN, below=below, why=why)

@@ -644,7 +644,7 @@ class Comparer:
         if has(gold, *COLLECTIONS) or has(answer, *COLLECTIONS):
             raise Undecided("a collection inside an expression")
         if ("…" in variables(gold)) != ("…" in variables(answer)):
-            raise Undecided("a sum that goes on")
+            raise Undecided("only one of the two answers contains an ellipsis")
         try:
             if self.prober.equal(gold, answer):
                 return self.ruled("value", True)

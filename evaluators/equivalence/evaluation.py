@@ -498,7 +498,7 @@ class Evaluator(Arithmetic):
             raise TooLarge("evaluation takes too long")
         rule = _RULES.get(node.kind)
         if rule is None:
-            raise self.lacking(f"no number for a {node.kind}")
+            raise self.lacking(f"a {node.kind} has no numeric value")
         try:
             result = rule(self, node)
             if self.budget:
@@ -551,7 +551,7 @@ class Evaluator(Arithmetic):
         if not self.bits and self.fits(value):
             raise NotRational("a function")
         if not self.bits:
-            raise TooLarge(f"past {self.limits.bits} bits")
+            raise TooLarge(f"a number with more than {self.limits.bits} bits")
         return self.rational(value)
 
     def symbol(self, node: Node) -> Value:
@@ -711,7 +711,7 @@ class Evaluator(Arithmetic):
         if condition == OTHERWISE:
             return True
         if condition.kind != "relation":
-            raise Undecided("a condition in words")
+            raise Undecided("a condition that is written in words")
         signs = condition.text.split()
         return all(
             self.compare(a, s, b)
@@ -791,7 +791,7 @@ class Evaluator(Arithmetic):
         A value within its error bound of an integer is regarded as this integer.
         """
         if item.is_complex:
-            raise Undecided("a step of a complex number")
+            raise Undecided("floor or ceil of a complex number")
         nearest = self.mp.nint(item.value)
         if magnitude(nearest - item.value) <= item.error + 8:
             if item.error > 16 - self.bits + max(item.magnitude, 0):

@@ -245,7 +245,7 @@ class Line:
         if any(ranks):
             return (ranks[0] > ranks[1]) - (ranks[0] < ranks[1])
         if has(one, "symbol") or has(two, "symbol"):
-            raise Undecided("ends that are not numbers")
+            raise Undecided("an interval whose ends are not numbers")
         if self.prober.equal(one, two):
             return 0
         gap = self.prober.value(minus(one, two))

@@ -201,7 +201,11 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
     sample did not contain.
     """
     if delta.size < 2 or np.isnan(delta).any():
-        note = "needs two problems" if delta.size < 2 else "undefined for some problem"
+        note = (
+            "a difference needs at least two problems"
+            if delta.size < 2
+            else "the difference is undefined for at least one problem"
+        )
         return undefined_estimate(delta.size, n_samples, level, note)
     mean = float(delta.mean())
     method = "paired t"
@@ -480,7 +484,7 @@ class Power:
 
     def __str__(self) -> str:
         takes = " and ".join(
-            f"{points:g} point{'s' * (points != 1)} with {count:,} problems"
+            f"{count:,} problems to show {points:g} point{'s' * (points != 1)}"
             for points, count in zip(POINTS, self.needed, strict=True)
         )
         shown = f"show a difference of {self.detectable:.1f} points"
@@ -488,7 +492,7 @@ class Power:
             shown = "show no difference, however large"
         return (
             f"{self.problems:,} problems x {self.samples} samples {shown} between methods (80 % "
-            f"power, single rollouts); {takes} x {self.samples}"
+            f"power, single rollouts); with {self.samples} samples per problem, it takes {takes}"
         )
 
 

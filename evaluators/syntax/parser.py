@@ -387,7 +387,7 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
             result.append(Token("open" if opens else "close", "|", token.tight))
         was_bar = is_bar
     if is_open:
-        raise Undecided("bars that do not pair")
+        raise Undecided("a bar | without its counterpart")
     return result
 
 
@@ -770,7 +770,7 @@ class Parser(Stream):
             self.take()
         base = vocabulary.base(self.take().text)
         if node.kind != "number" or base is None:
-            raise Prose("a base in words")
+            raise Prose("a base that is written in words")
         return Node("based", text=node.text, value=base)
 
     def remarked(self, node: Node) -> Node:
@@ -810,7 +810,7 @@ class Parser(Stream):
             return node
         whole = joined_quantities(Node("quantity", (node,), unit), self.quantity())
         if whole is None:
-            raise UnknownWords("words between values")
+            raise UnknownWords("words between the values of a quantity")
         return whole.args[0]
 
     def phrase_before(self) -> Node | None:
@@ -821,7 +821,7 @@ class Parser(Stream):
         while self.is_kind("word", "unit"):
             phrase.append(self.take().text)
         if phrase and phrase[-1].lower() == "from" and self.is_kind("number"):
-            raise UnknownWords("a stretch between two values")
+            raise UnknownWords("a range between two values")
         end = self.end_of_label()
         if end is not None:
             label = self.tokens[self.at : end]
@@ -1226,7 +1226,7 @@ class Parser(Stream):
             index = self.expression()
             self.expect("close", "]")
         if self.here.kind not in STARTS:
-            raise Malformed("a root of nothing")
+            raise Malformed("a root without an argument")
         return Node("root", (self.argument(is_whole=True), index))
 
     def figure(self, name: str) -> Node:
@@ -1330,7 +1330,7 @@ class Parser(Stream):
         if name == "lim" and lower.text in _LIMITS:
             return Node("opaque", (self.term(), *lower.args), _LIMITS[lower.text])
         if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
-            raise Undecided(f"a {name} over a condition")
+            raise Undecided(f"a {name} whose range is a condition")
         body = self.term()
         self.sums_over_i -= is_over_i
         return Node("sum", (body, *lower.args, upper), name)
@@ -1459,7 +1459,7 @@ def _is_proper(node: Node) -> bool:
 def _arranged(name: str, rows: list[list[Node]]) -> Node:
     """Return the node for an environment, such as a matrix, from the nodes of its cells."""
     if not rows:
-        raise Malformed(f"{name} of nothing")
+        raise Malformed(f"{name} without content")
     kind = name.rstrip("*")
     if kind in ("cases", "dcases", "rcases"):
         cases = [_case(row) for row in rows]

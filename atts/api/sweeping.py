@@ -573,7 +573,7 @@ def _first_arms(rate: float) -> list[_Planned]:
     escalation of whole problems.
     """
     # A gate that decides on whole problems needs the score kind "disagreement". The coin ignores
-    # the score, but is compared at the same settings.
+    # the score, but runs with the same settings, so that only the gate differs.
     whole_problems = {"escalates": "problem", "score.kind": "disagreement", "rate": rate}
     return [
         _Planned("draft-only", {"method": "draft-only"}),

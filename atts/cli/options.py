@@ -186,7 +186,8 @@ OPTIONS: Mapping[str, Parameter] = {
         kind=int,
     ),
     "max_seconds": _key(
-        "Stop the run after this many seconds; seconds before an interruption also count.",
+        "Stop the run after this many seconds. In a resumed run, the time of earlier sessions "
+        "also counts.",
         kind=float,
     ),
     "compare_to": _key(

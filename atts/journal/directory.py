@@ -452,7 +452,7 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise UsageError(
-                f"{out}: the directory is not empty; choose a new directory for the saved part"
+                f"{out}: the directory is not empty; choose a new directory for the undamaged part of the journal"
             )
     if not checked.lines:
         raise JournalCorrupt(

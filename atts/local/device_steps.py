@@ -154,7 +154,7 @@ class SlotTableCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # copy on the host of the table that the device has; used to find the entries that changed
+        # host copy of the device's table; used to find the entries that changed
         self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
         self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.num_sent = 0  # number of table entries sent to the device so far

@@ -1483,7 +1483,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
             spec.name,
-            "the tokens that the engine sampled while scoring do not begin with the scored text",
+            "the engine sampled tokens in a call for scores, but they differ from the scored tokens",
         )
     # If no end was drawn, the completion continues, so at least one of its `max_tokens` must be
     # left.

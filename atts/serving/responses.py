@@ -96,7 +96,9 @@ def parse_response(
             "a background response cannot be streamed; poll GET /v1/responses/ID", param="stream"
         )
     if background and not store:
-        raise RequestError("a background response is always stored; leave store out", param="store")
+        raise RequestError(
+            "a background response is always stored; leave out the field store", param="store"
+        )
     if given.get("max_output_tokens", 1) < 1:
         raise RequestError("max_output_tokens is below 1", param="max_output_tokens")
     layout = given.get("text", {}).get("format", {})

@@ -403,8 +403,8 @@ _FORGETTING = 0.8
 # If no proposal was verified during a rest, earlier observations are no longer reliable. At each
 # position, they then weigh at most as much as this number of tested tokens.
 _FADED = 1.0
-# Proposal lengths that have just changed are chosen again after the first number of steps. While
-# they do not change, this number doubles, up to the second number.
+# Numbers of steps after which proposal lengths are chosen again. The first applies just after a
+# change of the lengths. It doubles while they stay the same, up to the second.
 _PERIODS = 16, 256
 _LOOKS = 8  # number of steps that are all timed at the start of a run and after a rest
 _EVERY = 8  # Outside trials, only one in this number of steps is timed.

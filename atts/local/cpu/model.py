@@ -422,8 +422,8 @@ class AheadBatch(NamedTuple):
     that draw more tokens come first.
     """
 
-    # batch of the first turn: the tokens of each sequence that have not been fed yet; the
-    # sequence's first draw follows the last of them
+    # batch of the first turn: the tokens of each sequence that the model has not read yet. The
+    # first new token is sampled after the last of these.
     first: StepBatch
     # batch of each later turn: one row per sequence, which feeds the token that was just drawn; the
     # kernel increases the positions by 1 after each turn

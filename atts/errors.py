@@ -26,6 +26,8 @@ ATTSError (1)
 
 An interrupted run exits with 130 and keeps its work. A run exits with 3 if an engine failed on a
 part of the run; the same command then runs the missing part.
+
+Messages and reports state numbers of things with `counted`.
 """
 
 from collections.abc import Sequence
@@ -36,6 +38,16 @@ DISTRIBUTION = "atts-llm"
 """The name under which pip installs this package. The name `atts` belongs to another project on
 PyPI.
 """
+
+
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, which is plural unless the number is 1. Give `plural` if
+    adding an s is wrong.
+
+    >>> counted(1, "problem"), counted(1200, "rollout"), counted(3, "reply", "replies")
+    ('1 problem', '1,200 rollouts', '3 replies')
+    """
+    return f"{number:,.15g} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 class ATTSError(Exception):

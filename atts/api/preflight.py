@@ -29,7 +29,7 @@ from atts.api.pairs import (
 from atts.api.setup import LENGTHS, Setup
 from atts.core import Message, Problem, Role, SampleRequest, ScoreRequest, Usage
 from atts.engine import Engine
-from atts.errors import ATTSError, EngineUnavailable, JournalError, OptionError
+from atts.errors import ATTSError, EngineUnavailable, JournalError, OptionError, counted
 from atts.evaluators import paired_power, variance_split
 from atts.files import write_atomic
 from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
@@ -474,8 +474,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
                 "memory", "fail", f"{pair.name} does not fit even on eight cards of kind {kind}"
             )
             continue
-        count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
-        seen = f"{placement}; the cache has room for {count}"
+        seen = f"{placement}; the cache has room for {counted(placement.rollouts, 'rollout')}"
         start = f"`atts pairs {pair.name} --card {kind}` prints the commands that start the servers"
         if kind not in here:
             advice = f"Run `atts doctor` on the machine where the servers will run; {start}"

@@ -13,7 +13,7 @@ import typer
 
 from atts.cli.options import Json, RunDirectory
 from atts.cli.terminal import json_line, print_result, say, tell
-from atts.errors import CheckFailed, OptionError
+from atts.errors import CheckFailed, OptionError, counted
 
 if TYPE_CHECKING:
     from atts.analysis import (
@@ -93,8 +93,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
             (comparison.first, comparison.second), comparison.methods, strict=True
         )
     ]
-    common = "1 problem" if comparison.problems == 1 else f"{comparison.problems:,} problems"
-    lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
+    common = f"{counted(comparison.problems, 'problem')} in common"
+    lines = [f"{names[0]} → {names[1]}", common, ""]
     # If each problem has one rollout or one answer, the vote and the single rollouts are equally
     # accurate. Then print this accuracy only once.
     is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
@@ -647,8 +647,8 @@ def plan(
 
 def _advice_lines(advice: Advice) -> list[str]:
     lines = [
-        f"From {', '.join(advice.runs)}: {_count(advice.problems, 'problem')}, "
-        f"{_count(advice.rollouts, 'complete rollout')}",
+        f"From {', '.join(advice.runs)}: {counted(advice.problems, 'problem')}, "
+        f"{counted(advice.rollouts, 'complete rollout')}",
         "",
     ]
     lines += _best_lines(advice)
@@ -686,11 +686,6 @@ def _advice_lines(advice: Advice) -> list[str]:
     return [*lines, "", *advice.notes]
 
 
-def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, which is plural unless the number is 1."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _best_lines(advice: Advice) -> list[str]:
     caps = " and ".join(f"{value:g} {name.replace('_', ' ')}" for name, value in advice.cap.given)
     under = f"Under {caps} per problem" if caps else "Without a cap"
@@ -705,7 +700,7 @@ def _best_lines(advice: Advice) -> list[str]:
     best = advice.best
     return [
         f"{under}: {best.method} at rate {best.rate:g}, "
-        f"{_count(best.samples, 'sample')}, {_count(best.turns, 'turn')} (from "
+        f"{counted(best.samples, 'sample')}, {counted(best.turns, 'turn')} (from "
         f"{best.run})",
         f"  accuracy    {best.accuracy}",
         f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "

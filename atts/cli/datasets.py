@@ -13,7 +13,7 @@ import typer
 
 from atts.cli.options import Json, named_values
 from atts.cli.terminal import print_json, print_result, say, tell
-from atts.errors import DatasetError, OptionError
+from atts.errors import DatasetError, OptionError, counted
 
 if TYPE_CHECKING:
     from atts.core import Problem
@@ -206,7 +206,7 @@ def _print_json(dataset: Dataset) -> None:
 
 
 def _print_words(dataset: Dataset, limit: int) -> None:
-    say(f"{dataset.name}: {len(dataset)} problems")
+    say(f"{dataset.name}: {counted(len(dataset), 'problem')}")
     say(f"  source    {dataset.source}")
     say(f"  revision  {dataset.revision}")
     say(f"  digest    {dataset.digest}")
@@ -398,7 +398,7 @@ def _opened(file: str) -> AbstractContextManager[IO[str]]:
 
 def _words(summary: dict[str, Any]) -> str:
     bad = summary["bad_records"]
-    not_graded = f"; {_counted(bad)} not graded" if bad else ""
+    not_graded = f"; {counted(bad, 'record')} not graded" if bad else ""
     if not summary["n"]:
         return f"no records{not_graded}"
     low, high = summary["interval"]
@@ -406,11 +406,7 @@ def _words(summary: dict[str, Any]) -> str:
         f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name]
     )
     share = f"accuracy {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson interval)"
-    return f"{_counted(summary['n'])}: {counts}; {share}{not_graded}"
-
-
-def _counted(number: int) -> str:
-    return "1 record" if number == 1 else f"{number:,} records"
+    return f"{counted(summary['n'], 'record')}: {counts}; {share}{not_graded}"
 
 
 _COUNTS = ("equal", "different", "unscored", "judged", "no_answer", "cut")

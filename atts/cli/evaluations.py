@@ -14,7 +14,7 @@ import typer
 
 from atts.cli import options
 from atts.cli.terminal import json_line, print_result, say, tell
-from atts.errors import EngineError, OptionError
+from atts.errors import EngineError, OptionError, counted
 from atts.interrupts import interrupts_ignored, run_async
 
 if TYPE_CHECKING:
@@ -237,9 +237,9 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     """Return a run's summary as text lines, followed by the paths of the run and its report."""
     summary = result.summary
     usage = summary.usage
-    of = ""
+    problems = counted(summary.problems, "problem")
     if result.status != "finished" and result.manifest.problems:
-        of = f" of {result.manifest.problems}"
+        problems = f"{summary.problems:,} of {counted(result.manifest.problems, 'problem')}"
     rows = [
         ("without a score", result.unscored_words),
         ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
@@ -262,17 +262,16 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("out of domain", _doubts(result)),
         (
             "not complete",
-            f"{_count(summary.failed, 'problem')} with failed rollouts" if summary.failed else "",
+            f"{counted(summary.failed, 'problem')} with failed rollouts" if summary.failed else "",
         ),
         (
             "without an answer",
-            f"{_count(summary.unanswered, 'problem')}" if summary.unanswered else "",
+            counted(summary.unanswered, "problem") if summary.unanswered else "",
         ),
     ]
     return [
         f"{_what(result, configuration)}: "
-        f"{summary.problems}{of} {'problem' if summary.problems == 1 and not of else 'problems'}, "
-        f"{_count(summary.samples, 'rollout')}, {summary.seconds:.1f} s",
+        f"{problems}, {counted(summary.samples, 'rollout')}, {summary.seconds:.1f} s",
         "",
         *(f"{name:<20}{words}" for name, words in rows if words),
         "Brackets are 95 % intervals over problems.",
@@ -292,15 +291,6 @@ def _what(result: RunResult, configuration: Configuration) -> str:
         for name in ("method", "dataset")
     ]
     return " on ".join(map(str, names))
-
-
-def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, which is plural unless the number is 1.
-
-    >>> _count(1, "problem"), _count(1200, "rollout")
-    ('1 problem', '1,200 rollouts')
-    """
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _escalated(result: RunResult, configuration: Configuration) -> str:

@@ -13,7 +13,7 @@ import typer
 from atts.cli import options
 from atts.cli.options import ConfigFile, Json, ObjectJson, Pairs
 from atts.cli.terminal import json_line, print_json, say
-from atts.errors import CheckFailed
+from atts.errors import CheckFailed, counted
 from atts.files import jsonable
 from atts.interrupts import run_async
 
@@ -169,7 +169,7 @@ def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
                 f"{share.weights / 1e9:.1f} + {share.cache / 1e9:.1f}"
                 for share in placement.shares.values()
             ]
-            cards = "1 GPU" if placement.count == 1 else f"{placement.count} GPUs"
+            cards = counted(placement.count, "GPU")
             rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
             yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
     yield (

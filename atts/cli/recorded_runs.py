@@ -14,7 +14,7 @@ import typer
 
 from atts.cli.options import Json, ObjectJson, RunDirectory, named_values
 from atts.cli.terminal import hand_out, json_line, print_json, print_result, say, tell
-from atts.errors import CheckFailed, JournalCorrupt, JournalError, OptionError
+from atts.errors import CheckFailed, JournalCorrupt, JournalError, OptionError, counted
 from atts.interrupts import run_async
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _table(listed: Sequence[RunLine]) -> Iterator[str]:
     )
     for line in listed:
         yield _row(line, wide).rstrip()
-    yield f"{len(listed)} run{'s' * (len(listed) != 1)}. Brackets are 95 % intervals over problems."
+    yield f"{counted(len(listed), 'run')}. Brackets are 95 % intervals over problems."
 
 
 def _row(line: RunLine, wide: int) -> str:
@@ -301,7 +301,8 @@ def merge(
         print_json(facts)
         return
     say(out)
-    tell(f"Merged {made.problems} problems of {len(made.parts)} runs. Next: atts report {out}")
+    problems, runs = counted(made.problems, "problem"), counted(len(made.parts), "run")
+    tell(f"Merged {problems} of {runs}. Next: atts report {out}")
     if facts["calibrator"] is None:
         tell(f"No calibrator: {facts['why']}")
     else:
@@ -362,11 +363,10 @@ def _journal_lines(checked: JournalCheck) -> list[str]:
     damage.
     """
     after = "damaged" if checked.damage else "an incomplete last line"
-    sessions = "1 session" if checked.sessions == 1 else f"{checked.sessions:,} sessions"
+    lines = counted(checked.lines, "undamaged line")
     return [
-        f"{checked.directory}: {checked.lines:,} undamaged lines of {sessions}; "
-        f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} "
-        f"complete, {checked.open:,} unfinished",
+        f"{checked.directory}: {lines} of {counted(checked.sessions, 'session')}; "
+        f"{counted(checked.complete, 'problem')} complete, {checked.open:,} unfinished",
         *([f"the {checked.lost:,} bytes after these lines are {after}"] if checked.lost else []),
     ]
 
@@ -471,21 +471,16 @@ def import_run(
         tell(f"Next: atts report {out}; atts replay {out} --rules all")
 
 
-def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, which is plural unless the number is 1."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _lines(made: Imported) -> Iterator[str]:
     """Yield lines on the imported rollouts, and on what the files leave unknown."""
     yield str(made.directory)
     yield (
-        f"{_count(made.rollouts, 'rollout')} of {_count(made.problems, 'problem')}, up to "
-        f"{made.most_rollouts:,} each, from {_count(made.files, 'file')} of {made.format}"
+        f"{counted(made.rollouts, 'rollout')} of {counted(made.problems, 'problem')}, up to "
+        f"{made.most_rollouts:,} each, from {counted(made.files, 'file')} of {made.format}"
         f"{f' ({made.model})' if made.model else ''}"
     )
     if made.already:
-        yield f"skipped, because already imported: {_count(made.already, 'problem')}"
+        yield f"skipped, because already imported: {counted(made.already, 'problem')}"
     parts = {
         "answers": made.with_answer,
         "verdicts": made.graded,
@@ -507,7 +502,7 @@ def _lines(made: Imported) -> Iterator[str]:
     if made.unknown:
         yield (
             "not in the dataset, so the ids of the files are kept: "
-            f"{_count(made.unknown, 'problem')}"
+            f"{counted(made.unknown, 'problem')}"
         )
 
 
@@ -593,7 +588,7 @@ def _export_lines(made: Exported) -> Iterator[str]:
     """Yield lines on the records that were written, and on the rollouts that were left out."""
     yield str(made.path)
     trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
-    records = _count(made.records, "record")
-    yield f"{records} of {_count(made.problems, 'problem')} as {made.kind}{trained}"
+    records = counted(made.records, "record")
+    yield f"{records} of {counted(made.problems, 'problem')} as {made.kind}{trained}"
     for reason, count in made.skipped.items():
-        yield f"left out: {_count(count, 'rollout')} ({reason})"
+        yield f"left out: {counted(count, 'rollout')} ({reason})"

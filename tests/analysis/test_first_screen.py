@@ -42,7 +42,7 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
     assert report.headline.sentence == (
         f"the vote is correct on {right} of 12 problems, and the target wrote "
         f"{percent(report.spend.target_share)} "
-        f"of the text; the vote of target alone is correct on {there} of 12, and the target of target alone wrote "
+        f"of the text; the vote of target alone is correct on {there} of 12 problems, and the target of target alone wrote "
         f"{times} times as many tokens"
     )
     assert _again(report, accuracy=()).startswith(

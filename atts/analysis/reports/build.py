@@ -51,6 +51,7 @@ from atts.analysis.reports.run_data import (
     read_run_data,
     shorten,
 )
+from atts.errors import counted
 from atts.graph import CallSpan, measure, sibling_edges
 from atts.journal import COMPARED, Json
 from atts.pipelines import summarise_combinations
@@ -338,7 +339,7 @@ def _verdict(
     warnings: Sequence[Caveat],
     count: int,
 ) -> RunVerdict:
-    problems = f"{count:,} problem{'s' * (count != 1)}"
+    problems = counted(count, "problem")
     points = list[Point]()
     if calibration is not None and calibration.forced:
         words = (

@@ -36,7 +36,7 @@ from atts.analysis.reports.render import as_format, filled, page, save_figures
 from atts.analysis.reports.run_data import ProblemFacts, RunData, read_run_data
 from atts.analysis.steps import GateStep
 from atts.calibration import Calibrator, Health, Mode, StoredScores, examine, replay_scores
-from atts.errors import DISTRIBUTION, CalibrationInputError, OptionError
+from atts.errors import DISTRIBUTION, CalibrationInputError, OptionError, counted
 from atts.evaluators import answer_classes, group
 from atts.files import jsonable, write_out
 
@@ -148,8 +148,7 @@ def _worth(health: Health) -> ShownNumber:
     return ShownNumber(
         f"{clusters.effective:,.0f}",
         what,
-        f"the scores come from {clusters.clusters:,} "
-        f"question{'s' * (clusters.clusters != 1)}{alike}",
+        f"the scores come from {counted(clusters.clusters, 'question')}{alike}",
     )
 
 

@@ -23,6 +23,7 @@ from atts.analysis.reports.numbers import (
 )
 from atts.analysis.reports.run_data import ProblemFacts, RunData
 from atts.core import Usage
+from atts.errors import counted
 from atts.evaluators import (
     Estimate,
     Samples,
@@ -294,7 +295,7 @@ def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
     rollouts = [rollout for one in problems for rollout in one.rollouts]
     draft = sum(sum(rollout.drafted_by_turn[:turns]) for rollout in rollouts) / len(problems)
     target = sum(sum(rollout.target_by_turn[:turns]) for rollout in rollouts) / len(problems)
-    label = f"{turns} turn{'s' * (turns != 1)}"
+    label = counted(turns, "turn")
     return FrontierPoint(label, "turns", target, draft + target, mean_estimate(right, len(right)))
 
 
@@ -493,12 +494,13 @@ def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
 
 
 def right_of(estimate: Estimate) -> str:
-    """Return a share of problems as a count, such as 38 of 40.
+    """Return a share of problems as a count, such as 38 of 40 problems.
 
     >>> right_of(Estimate(0.95, 0.835, 0.986, 40, 40, "wilson"))
-    '38 of 40'
+    '38 of 40 problems'
     """
-    return f"{estimate.value * estimate.n_problems:,.0f} of {estimate.n_problems:,}"
+    right = estimate.value * estimate.n_problems
+    return f"{right:,.0f} of {counted(estimate.n_problems, 'problem')}"
 
 
 def percent(share: float) -> str:
@@ -518,10 +520,9 @@ def span(estimate: Estimate) -> str:
 
 
 def _answers(vote: Estimate | None, count: int) -> str:
-    problems = f"{count:,} problem{'s' * (count != 1)}"
     if vote is None:
-        return f"{problems} finished, but no answer is graded"
-    return f"the vote is correct on {right_of(vote)} problem{'s' * (vote.n_problems != 1)}"
+        return f"{counted(count, 'problem')} finished, but no answer is graded"
+    return f"the vote is correct on {right_of(vote)}"
 
 
 def _text(cost: Spend) -> str:
@@ -554,8 +555,7 @@ def _right(vote: Estimate | None, count: int) -> ShownNumber:
             "problems",
             "no answer is graded, because no problem has a reference answer",
         )
-    problems = "problem" if vote.n_problems == 1 else "problems"
-    note = f"the vote of the rollouts is correct on {right_of(vote)} {problems}; {span(vote)}"
+    note = f"the vote of the rollouts is correct on {right_of(vote)}; {span(vote)}"
     return ShownNumber(percent(vote.value), "of the answers are correct", note)
 
 

@@ -18,6 +18,7 @@ from atts.analysis.reports.numbers import (
 )
 from atts.calibration import Health
 from atts.engine import Speculated
+from atts.errors import counted
 from atts.evaluators import Estimate
 from atts.pipelines import score_words
 
@@ -529,7 +530,7 @@ def run_table(report: RunReport) -> ReportTable:
     run = report.run
     rows: list[tuple[object, object]] = [
         ("directory", run.directory),
-        ("ended", f"{run.ended}, {run.sessions} session{'s' * (run.sessions != 1)}"),
+        ("ended", f"{run.ended}, {counted(run.sessions, 'session')}"),
         ("problems", f"{run.done:,}" + (f" of {run.planned:,}" if run.planned is not None else "")),
         ("draft", run.draft),
         ("target", run.target),

@@ -22,7 +22,7 @@ from atts.calibration import (
     net_losses,
 )
 from atts.core import Outcome, Role
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import CalibrationInputError, OptionError, counted
 from atts.pipelines import (
     CertifiedGate,
     CoinGate,
@@ -444,7 +444,9 @@ def certify_graded(
         if policy.right.keys() != target.right.keys():
             missing = len(target.right.keys() ^ policy.right.keys())
             raise CalibrationInputError(
-                "labelled run", f"{missing} other problems", "the problems of the target alone"
+                "labelled run",
+                counted(missing, "other problem"),
+                "the problems of the target alone",
             )
         pair = [[one.right[name] for name in names] for one in (target, policy)]
         losses = (net_losses if net else lost_answers)(*pair)

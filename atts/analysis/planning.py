@@ -19,7 +19,7 @@ import numpy as np
 from atts.analysis.run_replay import ReplayedProblem, fresh_calibrator, replay_policy
 from atts.calibration import Mode
 from atts.core import Chunk, Outcome, Rollout, TurnKey, Usage
-from atts.errors import OptionError, UsageError
+from atts.errors import OptionError, UsageError, counted
 from atts.evaluators import (
     Estimate,
     Power,
@@ -719,7 +719,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         gain = compare_runs([theirs[name] for name in common], [ours[name] for name in common])
         yield (
             f"Gain of {data.method} over random escalation (coin) at rate {data.rate:g}: "
-            f"{gain.difference.signed()} in accuracy of single rollouts ({len(common):,} problems)."
+            f"{gain.difference.signed()} in accuracy of single rollouts "
+            f"({counted(len(common), 'problem')})."
         )
 
 
@@ -772,16 +773,16 @@ def _shares(data: PlanData) -> dict[str, float]:
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
         "Each accuracy is an average over all subsets of the recorded rollouts. The best of "
-        f"{len(found)} options is the one with the highest accuracy, so its accuracy is "
-        "slightly overestimated.",
+        f"{counted(len(found), 'option')} is the one with the highest accuracy, so its accuracy "
+        "is slightly overestimated.",
         "Costs are upper bounds, because they include rollouts that would be cancelled once "
         "the vote is settled. Seconds were measured under the load of the recorded runs.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts were cancelled because the vote was settled, and are left out "
-            "here. Accuracies for fewer samples are therefore biased towards fast rollouts; a "
-            "run with --early-stop none avoids this bias."
+            f"Left out here: {counted(censored, 'rollout')} that a settled vote cancelled. "
+            "Accuracies for fewer samples are therefore biased towards fast rollouts; a run with "
+            "--early-stop none avoids this bias."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)

@@ -52,6 +52,7 @@ from atts.errors import (
     FingerprintError,
     OptionError,
     UsageError,
+    counted,
 )
 from atts.files import jsonable
 from atts.graph import Graph
@@ -404,7 +405,8 @@ def _changed_problems(
     if not changed:
         changed = ["problems"]
         here["problems"] = "others"
-        there["problems"] = f"{stored.problems} problems that differ in text or order"
+        count = stored.problems or 0
+        there["problems"] = f"{counted(count, 'problem')} with another text or order"
     now |= here
     then |= there
     return changed
@@ -752,8 +754,8 @@ class _RecordedProblems:
         planned = run.manifest.problems
         missing = 0 if planned is None else planned - found.count
         if missing > 0 or not found.count:
-            problem = f"{missing} problems of {run.directory} are not complete"
-            raise OptionError("run", f"{problem}; repeat the command of this run first")
+            still = f"{counted(missing, 'problem')} not complete" if missing > 0 else "no result"
+            raise OptionError("run", f"{run.directory} has {still}; repeat its command first")
         return found
 
 

@@ -226,7 +226,10 @@ def _mean_rollout(
     dataset = _without_slice(configuration["dataset"])
     past = _best_past(configuration, setup.roles)
     if past is not None:
-        words = f"based on {past.directory}: the same models and method, {past.rollouts:,} rollouts"
+        words = (
+            f"based on {past.directory}: the same models and method, "
+            f"{counted(past.rollouts, 'rollout')}"
+        )
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
         if not math.isclose(grown, 1.0):
             words += (
@@ -423,7 +426,7 @@ def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
     origin = configuration.settings["max_tokens"].origin
     seen = (
         f"{tokens:,} tokens per rollout ({origin}), chunks of {draft} (draft) and {target} "
-        f"(target), {turns} turns"
+        f"(target), {counted(turns, 'turn')}"
     )
     yield Check("lengths", "ok", seen)
     for warning in setup.warnings:
@@ -529,7 +532,8 @@ def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> C
         return Check(
             "memory", "fail" if kind in here else "warn", seen, f"Use servers instead: {serve}"
         )
-    seen = f"{placement}; {placement.rollouts} rollouts fit at the same time"
+    room = f"the cache has room for {counted(placement.rollouts, 'rollout')} at the same time"
+    seen = f"{placement}; {room}"
     if kind not in here:
         return Check("memory", "warn", f"{seen}; this machine has no {kind}", serve)
     return Check("memory", "ok", seen)

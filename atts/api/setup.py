@@ -37,7 +37,7 @@ from atts.calibration import (
 )
 from atts.core import AnswerKind, Problem, Role
 from atts.engine import GIVE_UP_AFTER, Engine
-from atts.errors import CalibrationInputError, DatasetError, OptionError
+from atts.errors import CalibrationInputError, DatasetError, OptionError, counted
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting, open_run
 from atts.methods import GateInputs, asked_roles, preset, reads_chunks
@@ -107,8 +107,8 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if undone > 0:
         raise OptionError(
             "labelled",
-            f"{undone} problems of {labelled} are not finished, and finished problems alone are "
-            "a biased sample; finish the run first",
+            f"{labelled} has {counted(undone, 'unfinished problem')}, and finished problems alone "
+            "are a biased sample; finish the run first",
         )
     graded = state.graded.values()
     if not graded:

@@ -39,7 +39,7 @@ from atts.api.keys import Key, keys_of
 from atts.api.setup import GATE_SETTINGS
 from atts.core import Role, Usage
 from atts.engine import Engine
-from atts.errors import JournalError, OptionError, UnsupportedByEngine
+from atts.errors import JournalError, OptionError, UnsupportedByEngine, counted
 from atts.files import jsonable, write_atomic
 from atts.journal import (
     JOURNAL,
@@ -534,8 +534,8 @@ async def run_pilot(
     if len(graded) < 2:
         raise OptionError(
             "dataset",
-            f"the dataset has {len(graded)} problems with a reference answer, but a pilot needs "
-            "at least 2",
+            f"the dataset has {counted(len(graded), 'problem')} with a reference answer, but a "
+            "pilot needs at least 2",
         )
     directory = base.directory
     if base.job.out is None:

@@ -17,7 +17,7 @@ import numpy as np
 from atts.accel import StepCosts, Survival, condition
 from atts.concurrency import collect
 from atts.core import Message, SampleRequest, Sampling, TokenIds
-from atts.errors import EngineError, OptionError
+from atts.errors import EngineError, OptionError, counted
 from atts.sampling import Seed
 from atts.servers import DraftCounts, RemoteEngine
 
@@ -127,7 +127,7 @@ class TuneAdvice:
         paying = [each.load for each in self.loads if each.length]
         if paying and not self.loads[-1].length:
             found.append(
-                f"with more than {max(paying)} requests in flight, proposals cost more time "
+                f"with more than {counted(max(paying), 'request')} in flight, proposals cost more time "
                 "than they save. An open defect of vLLM (vLLM issue 49548) prevents the "
                 f"printed setting from turning them off; keep --concurrency at {max(paying)} or "
                 "below"

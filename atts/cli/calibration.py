@@ -12,7 +12,7 @@ import typer
 
 from atts.cli.options import Json, named_values
 from atts.cli.terminal import hand_out, json_line, print_json, say, tell, write_scores
-from atts.errors import CalibrationInputError, CheckFailed, OptionError
+from atts.errors import CalibrationInputError, CheckFailed, OptionError, counted
 
 if TYPE_CHECKING:
     from atts.analysis import CalibrationReport
@@ -229,10 +229,9 @@ def import_scores(
     scores = scores_of(file, per_question, scale, condition)
     report_written = write_scores(out, scores.state())
     facts = {"scores": len(scores), "questions": len(set(scores.questions)), "out": str(out)}
+    questions = counted(len(set(scores.questions)), "question")
     report_written(
-        json_line(facts)
-        if as_json
-        else f"{out}: {facts['scores']} scores of {facts['questions']} questions"
+        json_line(facts) if as_json else f"{out}: {counted(len(scores), 'score')} of {questions}"
     )
 
 
@@ -270,7 +269,8 @@ def fit(
             json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
         )
         return
-    report_written(f"{out}: {len(scores)} scores, rate scope {rate_scope}, rate {rate:g}")
+    stored = counted(len(scores), "score")
+    report_written(f"{out}: {stored}, rate scope {rate_scope}, rate {rate:g}")
     report_written(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 
@@ -304,7 +304,8 @@ def judge(
         report_written(json_line({"out": str(out), **made.state()}))
         return
     gain, low, high = (100 * value for value in made.over_coin)
-    report_written(f"{out}: a judge fitted on {made.chunks} chunks of {made.problems} problems")
+    chunks, problems = counted(made.chunks, "chunk"), counted(made.problems, "problem")
+    report_written(f"{out}: a judge fitted on {chunks} of {problems}")
     report_written(
         f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} "
         f"[{low:+.2f}, {high:+.2f}] percentage points of rollout accuracy per chunk"
@@ -426,13 +427,13 @@ def check(
     if as_json:
         print_json({"ok": not events, "events": events, "warnings": health.warnings})
     if events:
-        noticed = f" (noticed after {events[0]['scores']} scores)" if live is not None else ""
+        after = counted(events[0]["scores"], "score")
+        noticed = f" (noticed after {after})" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
-        watched = (
-            f", and {len(other)} scores of the run, checked for drift" if live is not None else ""
-        )
-        say(f"{file}: no problem found ({len(stored)} stored scores{watched})")
+        watched = f", and {counted(len(other), 'score')} of the run, checked for drift"
+        seen = counted(len(stored), "stored score") + ("" if live is None else watched)
+        say(f"{file}: no problem found ({seen})")
 
 
 def check_run(directory: Path, as_json: bool) -> None:
@@ -448,7 +449,7 @@ def check_run(directory: Path, as_json: bool) -> None:
             f"{directory}: the gate of this run made no decisions, so there is no rate to check"
         )
     problems = [
-        f"drift alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"
+        f"drift alarm after {counted(alarm.scores, 'score')}: {alarm.text or alarm.kind}"
         for alarm in calibration.alarms
     ]
     share = calibration.escalated / calibration.decisions
@@ -496,14 +497,14 @@ def _print_decisions(done: ReplayResult) -> None:
 def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
     say(
-        f"{count} of {len(done.decisions)} chunks escalated: realised rate {done.escalated:.4f} "
-        f"(nominal rate {done.rate:g})"
+        f"{count} of {counted(len(done.decisions), 'chunk')} escalated: realised rate "
+        f"{done.escalated:.4f} (nominal rate {done.rate:g})"
     )
     for name, value in done.metrics.items():
         say(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
     for event in done.events:
         say(
-            f"drift      alarm after {event.scores} scores: {event.message} (action: "
+            f"drift      alarm after {counted(event.scores, 'score')}: {event.message} (action: "
             f"{event.action})"
         )
     say(f"guarantee  {done.guarantee}\nvoided by  {done.voided_by}")
@@ -561,7 +562,7 @@ def _print_health(health: Health) -> None:
     say(
         health.clusters
         if health.repeats.clustered
-        else f"{health.scores} scores; it is not known which questions they belong to"
+        else f"{counted(health.scores, 'score')} of unknown questions"
     )
     scope = "repeated within a question" if health.repeats.clustered else "repeated scores"
     say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
@@ -584,6 +585,6 @@ def _print_health(health: Health) -> None:
         median = shown_score(health, row.median)
         threshold = shown_score(health, row.threshold)
         say(
-            f"  turn {row.turn:<4}{row.scores:>6} scores, median {median}, "
+            f"  turn {row.turn:<4}{counted(row.scores, 'score') + ',':>14} median {median}, "
             f"escalate above {threshold}"
         )

@@ -79,9 +79,9 @@ def compare(
     left_out = comparison.only_first + comparison.only_second
     if left_out:
         tell(
-            f"atts: left out, because they are in only one of the runs: {comparison.only_first} "
-            f"problems of {comparison.first}, and {comparison.only_second} problems of "
-            f"{comparison.second}",
+            "atts: left out, because they are in only one of the runs: "
+            f"{counted(comparison.only_first, 'problem')} of {comparison.first}, and "
+            f"{counted(comparison.only_second, 'problem')} of {comparison.second}",
         )
     print_result(comparison, as_json, _comparison_lines)
 
@@ -177,8 +177,8 @@ def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:
         f"{name:<16}{accuracy.first:.3f} → {accuracy.second:.3f}   difference "
         f"{accuracy.second - accuracy.first:+.3f}{ends}, "
         f"p = {accuracy.p_value:.3g}",
-        f"{'':16}better on {accuracy.better} problems, worse on {accuracy.worse}, the same on "
-        f"{accuracy.tied}",
+        f"{'':16}better on {counted(accuracy.better, 'problem')}, worse on {accuracy.worse}, the "
+        f"same on {accuracy.tied}",
     ]
     if accuracy.problems_needed:
         needed = (
@@ -423,8 +423,9 @@ def _play_rules(
 def _rule_lines(found: Referee) -> Iterator[str]:
     """Yield one row per rule, the meaning of the columns, and notes on the numbers."""
     yield (
-        f"{found.problems:,} problems, up to {found.most:,} of {found.rollouts:,} rollouts in "
-        f"{found.orders:,} random orders (seed {found.seed})"
+        f"{counted(found.problems, 'problem')}, up to {found.most:,} of "
+        f"{counted(found.rollouts, 'rollout')} in {counted(found.orders, 'random order')} "
+        f"(seed {found.seed})"
     )
     yield ""
     costs = [unit for unit in ("tokens", "seconds", "dollars") if _is_known(found, unit)]
@@ -495,12 +496,11 @@ def _rule_notes(found: Referee) -> Iterator[str]:
     if found.censored:
         yield ""
         yield (
-            f"{found.censored:,} rollouts are left out because they were stopped before they "
-            "gave an answer. This biases the results towards fast rollouts; a run with "
-            "--early-stop none records all rollouts"
+            f"left out: {counted(found.censored, 'rollout')} stopped before an answer. This biases "
+            "the results towards fast rollouts; a run with --early-stop none records all rollouts"
         )
     if found.ungraded:
-        yield f"{found.ungraded:,} problems are left out because they have no verdict"
+        yield f"left out: {counted(found.ungraded, 'problem')} without a verdict"
 
 
 def _replay_objects(replayed: Replay) -> Iterator[str]:
@@ -588,14 +588,15 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
         )
     if replayed.undecided:
         yield (
-            f"The votes of {replayed.undecided:,} of {len(replayed.answers):,} problems are "
-            "unknown. The lower bound of the accuracy counts rollouts whose rest is unknown as "
-            "wrong, and the upper bound counts them as correct; both include the 95 % interval."
+            f"The vote is unknown for {replayed.undecided:,} of "
+            f"{counted(len(replayed.answers), 'problem')}. The lower bound of the accuracy counts "
+            "rollouts whose rest is unknown as wrong, and the upper bound counts them as correct; "
+            "both include the 95 % interval."
         )
     if replayed.censored:
         yield (
-            f"{replayed.censored:,} problems are left out, because all their rollouts were "
-            "stopped before they gave an answer."
+            f"Left out: {counted(replayed.censored, 'problem')} whose rollouts were all stopped "
+            "before they gave an answer."
         )
     if replayed.off_policy > 0 or replayed.undecided or replayed.censored:
         yield ""
@@ -680,7 +681,7 @@ def _advice_lines(advice: Advice) -> list[str]:
         scored = f", {speed.scored_per_second:,.0f} scored" if speed.scored_per_second else ""
         lines.append(
             f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens per second "
-            f"written{scored} while busy ({speed.busy_seconds:,.1f} s; {speed.calls:,} calls of "
+            f"written{scored} while busy ({speed.busy_seconds:,.1f} s; {counted(speed.calls, 'call')} of "
             f"{speed.seconds_per_call * 1000:,.0f} ms on average)"
         )
     return [*lines, "", *advice.notes]

@@ -158,10 +158,11 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     """Return the lines that a dry run prints without --json."""
     output = "new"
     if estimate.done:
-        output = f"this directory already has {estimate.done} of {estimate.problems} problems"
+        problems = counted(estimate.problems, "problem")
+        output = f"this directory already has {estimate.done} of {problems}"
     lines = [
-        f"{estimate.dataset}: {estimate.problems} problems x {configuration['samples']} rollouts, "
-        f"method {configuration['method']}, rate {configuration['rate']:g}",
+        f"{estimate.dataset}: {counted(estimate.problems, 'problem')} x "
+        f"{counted(configuration['samples'], 'rollout')}, method {configuration['method']}, rate {configuration['rate']:g}",
         *(f"  {role:<9} {configuration[role]}" for role in estimate.roles),
     ]
     if "target" in estimate.roles:
@@ -322,9 +323,8 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f"; {spared:,} rollouts that were cancelled because the vote was settled are not "
-        "counted, so pass@1 is biased towards fast rollouts (--early-stop none runs all "
-        "rollouts)"
+        f", without {counted(spared, 'rollout')} that the settled vote cancelled, so pass@1 is "
+        "biased towards fast rollouts (--early-stop none runs all rollouts)"
     )
 
 
@@ -372,7 +372,7 @@ def _doubts(result: RunResult) -> str:
     if not doubted:
         return ""
     reason = doubted[0].doubt.partition(": ")[2]
-    return f"{len(doubted)} of {len(result.problems)} problems: {reason}"
+    return f"{len(doubted)} of {counted(len(result.problems), 'problem')}: {reason}"
 
 
 def _share(estimate: Estimate) -> str:
@@ -557,12 +557,12 @@ def _planned(planned: Sweep, as_json: bool) -> list[str]:
             )
             for one in planned.points
         ]
-    problems = len(planned.points[-1].configuration.job.load().problems)
+    problems = counted(len(planned.points[-1].configuration.job.load().problems), "problem")
     runs = [
-        f"  {one.name:<40} {one.configuration['samples']:>4} rollouts  {one.directory}"
+        f"  {one.name:<40} {counted(one.configuration['samples'], 'rollout'):>13}  {one.directory}"
         for one in planned.points
     ]
-    head = f"{len(planned.points)} runs of {problems} problems each, in {planned.directory}"
+    head = f"{counted(len(planned.points), 'run')} of {problems} each, in {planned.directory}"
     return [head, *runs, "Nothing was run."]
 
 

@@ -14,6 +14,7 @@ import anyio
 
 from atts import concurrency
 from atts.cli.terminal import json_line, sanitized
+from atts.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -175,8 +176,9 @@ def _bar(snapshot: ProgressSnapshot) -> Any:
 
 
 def _problems(snapshot: ProgressSnapshot) -> str:
-    of = f"/{snapshot.problems}" if snapshot.problems is not None else ""
-    words = f"{snapshot.done}{of} problems"
+    words = counted(snapshot.done, "problem")
+    if snapshot.problems is not None:
+        words = f"{snapshot.done:,}/{counted(snapshot.problems, 'problem')}"
     if snapshot.failed:
         words += f", {snapshot.failed} not complete"
     return words
@@ -230,7 +232,7 @@ def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 def _waiting(snapshot: ProgressSnapshot) -> str:
     words = (
-        f"{count:,} calls wait until the lost {role} server answers again"
+        f"{counted(count, 'call')}, until the lost {role} server answers again"
         for role, count in snapshot.awaited.items()
     )
     return ", ".join(words)
@@ -238,11 +240,11 @@ def _waiting(snapshot: ProgressSnapshot) -> str:
 
 def _trouble(snapshot: ProgressSnapshot) -> str:
     counts = (
-        (snapshot.alarms, "drift alarms"),
-        (snapshot.failed_calls, "calls failed"),
-        (snapshot.lost, "rollouts failed"),
+        (snapshot.alarms, "drift alarm", ""),
+        (snapshot.failed_calls, "call", " failed"),
+        (snapshot.lost, "rollout", " failed"),
     )
-    return ", ".join(f"{count:,} {what}" for count, what in counts if count)
+    return ", ".join(counted(count, noun) + what for count, noun, what in counts if count)
 
 
 def duration(seconds: float) -> str:

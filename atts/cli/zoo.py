@@ -10,7 +10,7 @@ import typer
 
 from atts.cli.options import Json
 from atts.cli.terminal import print_json, print_result, say
-from atts.errors import CheckFailed
+from atts.errors import CheckFailed, counted
 
 if TYPE_CHECKING:
     from atts.accel import SharedPart, ZooContents
@@ -62,7 +62,7 @@ def add(
         },
         as_json,
         lambda _: [
-            f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
+            f"{name}: {megabytes(model.bytes)}, {counted(len(model.digests), 'block')}, "
             + (
                 "none of them were in the zoo yet, so all of them are stored"
                 if model.is_whole
@@ -201,7 +201,8 @@ def compare(
             f"distance below {apart:g}; give a larger --apart"
         )
     elif compared.kept is not None:
-        say(f"{keep}: model with {len(compared.kept.stands)} replaced blocks, {compared.kept}")
+        replaced = counted(len(compared.kept.stands), "replaced block")
+        say(f"{keep}: model with {replaced}, {compared.kept}")
         say(f"Engine address of the model: zoo:{zoo}/{name}?lossy={lossy:g}")
     if keep is not None and compared.kept is None:
         raise CheckFailed(
@@ -221,7 +222,8 @@ def _compared(pair: MeasuredPair) -> str:
 def written(contents: ZooContents) -> Iterator[str]:
     """Yield text lines on a zoo: its models, then the tree of shared blocks."""
     yield (
-        f"{contents.zoo}: {len(contents.models)} models, {contents.blocks} blocks; "
+        f"{contents.zoo}: {counted(len(contents.models), 'model')}, "
+        f"{counted(contents.blocks, 'block')}; "
         f"{megabytes(contents.stored)} stored, {megabytes(contents.apart)} without "
         f"sharing ({100 * contents.saved:.0f} % saved)"
     )

@@ -48,6 +48,7 @@ from atts.errors import (
     OutOfMemory,
     UnsupportedByEngine,
     UnusableScores,
+    counted,
 )
 
 # A problem is opened only while fewer than this number of ended rollouts per concurrency slot wait
@@ -239,8 +240,8 @@ class Admission:
         if group.unit > self.places:
             raise OptionError(
                 "admit",
-                f"{group.unit} rollouts must start together, but only {self.places} rollouts may "
-                "be in flight; raise this limit",
+                f"{counted(group.unit, 'rollout')} must start together, but only "
+                f"{counted(self.places, 'rollout')} may be in flight; raise this limit",
             )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, group))
@@ -841,7 +842,8 @@ class Group(Generic[T]):
         if error is not None and (has_given_up or state.policy.is_fatal(error)):
             if has_given_up:
                 error.add_note(
-                    f"the run stopped after {state.failures_in_row} failed rollouts in a row"
+                    f"the run stopped after {counted(state.failures_in_row, 'failed rollout')} in "
+                    "a row"
                 )
             self.run.fail(error)
             return

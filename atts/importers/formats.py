@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from atts.core import AnswerKind, TokenIds
-from atts.errors import OptionError
+from atts.errors import OptionError, counted
 
 Row = Mapping[str, Any]
 Ended = Literal["end", "length", "stopped", "failed"]
@@ -582,7 +582,9 @@ def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator
     has_grades = any(name in row for name in ("is_corrects", "is_correct"))
     grades = list_of(row, "is_corrects", "is_correct") if has_grades else [None] * len(samples)
     if len(grades) != len(samples):
-        raise RecordError(f"the record has {len(samples)} samples but {len(grades)} grades")
+        raise RecordError(
+            f"the record has {counted(len(samples), 'sample')} but {counted(len(grades), 'grade')}"
+        )
     worked = optional_text(row, "gt_answer")
     split = optional_text(row, "orig_dset_split")
     name = optional_text(row, "orig_dset_idx", "theorem_name", "name")

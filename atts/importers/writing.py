@@ -28,7 +28,7 @@ from atts.core import (
     Turn,
     Usage,
 )
-from atts.errors import DatasetError, OptionError, UsageError
+from atts.errors import DatasetError, OptionError, UsageError, counted
 from atts.evaluators import extract, group, judge, reference
 from atts.importers.formats import (
     Ended,
@@ -468,13 +468,16 @@ def _origin(made: Imported, options: ImportOptions) -> str:
     durations and costs are known.
     """
     counts = {"tokens": made.with_tokens, "seconds": made.with_seconds, "costs": made.with_dollars}
-    known = [f"the {name} of {count:,} rollouts" for name, count in counts.items()]
+    known = [f"the {name} of {counted(count, 'rollout')}" for name, count in counts.items()]
     whose = "atts graded all of them"
     if options.grades == "recorded":
-        whose = f"{made.graded:,} rollouts keep the other tool's verdict, and atts graded the rest"
+        whose = (
+            f"atts kept the other tool's verdict on {counted(made.graded, 'rollout')}, and graded "
+            "the rest"
+        )
     return (
-        f"atts did not make these {made.rollouts:,} rollouts: they were imported from "
-        f"{made.format} files. The other tool recorded {', '.join(known)}; {whose}"
+        f"atts did not make the texts of this run: it imported {counted(made.rollouts, 'rollout')} "
+        f"from {made.format} files. The other tool recorded {', '.join(known)}; {whose}"
     )
 
 

@@ -26,7 +26,7 @@ from atts.core import (
     Usage,
 )
 from atts.engine import Speculated, together
-from atts.errors import JournalCorrupt
+from atts.errors import JournalCorrupt, counted
 from atts.journal.events import (
     CallFailed,
     Combining,
@@ -283,7 +283,7 @@ class Truncation:
     def __str__(self) -> str:
         """Return a sentence that says how many rollouts each limit cut, and what to change."""
         share = self.cut / self.rollouts if self.rollouts else 0.0
-        counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({100 * share:.1f} %)"
+        counts = f"{self.cut:,} of {counted(self.rollouts, 'rollout')} ({100 * share:.1f} %)"
         limits = list[str]()
         advice = list[str]()
         if self.at_tokens and 0 < self.context <= self.max_tokens:
@@ -293,9 +293,9 @@ class Truncation:
             limits.append(f"{self.at_tokens:,} at --max-tokens {self.max_tokens:,}")
             advice.append("raise --max-tokens")
         if self.at_turns:
-            limits.append(f"{self.at_turns:,} at the limit of {self.turns:,} turns")
+            limits.append(f"{self.at_turns:,} at the limit of {counted(self.turns, 'turn')}")
             advice.append("leave --turns out, or raise it")
-        sentence = f"{counts} were cut before they could answer"
+        sentence = f"{counts} reached a limit before an answer"
         if limits:
             sentence += f": {', '.join(limits)}; {', '.join(advice)}"
         return sentence

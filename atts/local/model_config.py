@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from atts.concurrency import import_lock
 from atts.core import TokenIds
-from atts.errors import ModelLoadError
+from atts.errors import ModelLoadError, counted
 from atts.models.folders import read_end_ids, read_object, refuse_code, refuse_gguf, shown
 from atts.models.stored_blocks import tensor_files
 from atts.models.tokenizers import ModelTokenizer
@@ -438,7 +438,8 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     for key in ("layer_types", "no_rope_layers"):
         named = getattr(config, key, None)
         if named is not None and len(named) != layers:
-            yield f"{key} lists {len(named)} layers, but the model has {layers}", check
+            listed = counted(len(named), "layer")
+            yield f"{key} lists {listed}, but the model has {layers}", check
     strange = sorted(
         set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
+from atts.errors import counted
 
 # Accelerators implement four interfaces, which are called seams. `Proposer` guesses the next
 # tokens, and `Lengths` decides how many to guess. `Model` computes rows of tokens, and `SlotStore`
@@ -84,8 +85,8 @@ class OverlapStats:
             return ""
         if self.misses:
             return (
-                f"none of the draft's {self.misses:,} guesses at the result of a target step was "
-                "correct"
+                f"none of the draft's {counted(self.misses, 'guess', 'guesses')} at the result of "
+                "a target step was correct"
             )
         return "the draft never finished before the target's step ended" if self.late else ""
 

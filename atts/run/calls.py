@@ -56,7 +56,14 @@ from atts.engine import (
     Tokenizer,
     stepping,
 )
-from atts.errors import BadReply, EngineError, EngineTimeout, EngineUnavailable, UnusableScores
+from atts.errors import (
+    BadReply,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    UnusableScores,
+    counted,
+)
 from atts.evaluators import ConfidenceSequence, Estimate, Sequential, share_estimate
 from atts.graph import Caller
 from atts.journal import (
@@ -1433,9 +1440,8 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
     logprobs = completion.logprobs
     may_lack = spec.logprobs == "none" or request.logprobs == "unneeded"
     if len(logprobs) != len(ids) and (logprobs or not may_lack):
-        raise BadReply(
-            spec.name, f"the reply has {len(logprobs)} log-probabilities for {len(ids)} token ids"
-        )
+        found = counted(len(logprobs), "log-probability", "log-probabilities")
+        raise BadReply(spec.name, f"the reply has {found} for {counted(len(ids), 'token id')}")
     if len(ids) > request.max_tokens:
         raise BadReply(
             spec.name,

@@ -20,7 +20,7 @@ from atts.calibration import DomainCheck, DriftEvent
 from atts.concurrency import usable_cores
 from atts.core import Outcome, Problem, Role
 from atts.engine import Engine, EngineSpec, speculated_by, speculated_since, together
-from atts.errors import DatasetError, OptionError
+from atts.errors import DatasetError, OptionError, counted
 from atts.graph import Caller, Graph, Limit, ProblemResult, ProblemScope
 from atts.journal import (
     Decided,
@@ -373,9 +373,9 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
         if "cuda" in kernel.lower() or hours <= 1:
             continue
         slow = (
-            f"{spec.model} runs on this machine's CPU: {problems} problems x "
-            f"{run.policy.samples} rollouts of full length would take about {hours:,.0f} "
-            "hours"
+            f"{spec.model} runs on this machine's CPU: {counted(problems, 'problem')} x "
+            f"{counted(run.policy.samples, 'rollout')} of full length would take about "
+            f"{hours:,.0f} hours"
         )
         yield (
             "speed",
@@ -710,8 +710,8 @@ class _Run:
         stop = self._options.stop
         if stop.asked == 1:
             text = (
-                f"stopping: {stop.calls} calls in flight will be finished and saved; interrupt "
-                "again to stop at once"
+                f"stopping: {counted(stop.calls, 'call')} in flight will be finished and saved; "
+                "interrupt again to stop at once"
             )
             self._recorder.record(Warned("interrupted", text))
 

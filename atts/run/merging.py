@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from atts.core import Problem
-from atts.errors import FingerprintError, OptionError, UsageError
+from atts.errors import FingerprintError, OptionError, UsageError, counted
 from atts.files import storage, sync_directory
 from atts.journal import (
     JOURNAL,
@@ -72,7 +72,8 @@ class Shard:
         part = problems[self.number - 1 :: self.of]
         if not part:
             raise OptionError(
-                "shard", f"shard {self} of {len(problems)} problems is empty; use fewer shards"
+                "shard",
+                f"shard {self} of {counted(len(problems), 'problem')} is empty; use fewer shards",
             )
         return part
 
@@ -152,8 +153,8 @@ def _part(directory: Path) -> MergedPart:
     left += max(0, (run.manifest.problems or 0) - len(problems))
     if left:
         raise UsageError(
-            f"{directory}: {left} problems are not finished; finish the run with its own "
-            "command, then merge"
+            f"{directory}: the run has {counted(left, 'unfinished problem')}; finish it with its "
+            "own command, then merge"
         )
     named = run.setting(SHARD)
     shard = None if named is None else Shard.parse(str(named))

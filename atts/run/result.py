@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from atts.calibration import Abstention, check_fingerprint
 from atts.core import Outcome, Role, Sampling, Usage
 from atts.engine import Speculated
-from atts.errors import CheckFailed, EngineError, FingerprintError, OptionError, UsageError
+from atts.errors import CheckFailed, EngineError, FingerprintError, OptionError, UsageError, counted
 from atts.evaluators import Estimate, Sequential, accuracy_estimate, mean_estimate, share_estimate
 from atts.files import from_json, jsonable
 from atts.journal import (
@@ -355,10 +355,10 @@ class IncompleteTally:
         """Return a sentence that counts the failed problems and rollouts, and quotes the first
         error.
         """
-        rollouts = f": {self.rollouts} rollouts failed" if self.rollouts else ""
+        rollouts = f": {counted(self.rollouts, 'rollout')} failed" if self.rollouts else ""
         return (
-            f"{self.problems} of {problems} problems are not complete{rollouts}; first error: "
-            f"{self.first}"
+            f"could not complete {self.problems} of {counted(problems, 'problem')}{rollouts}; "
+            f"first error: {self.first}"
         )
 
 
@@ -414,7 +414,7 @@ class RunResult:
             return ""
         judged = sum(problem.judged for problem in self.problems)
         unit = self.manifest.judged_unit
-        return f"{self.unscored:,} of {judged:,} {unit} were decided without a score"
+        return f"{self.unscored:,} of {judged:,} {unit} had to be decided without a score"
 
     @property
     def accuracy(self) -> Estimate:
@@ -510,7 +510,7 @@ class RunResult:
         summary = self.summary
         rows = [
             ("status", f"{self.status}: {self.why}" if self.why else self.status),
-            ("problems", f"{summary.problems:,} with {summary.samples:,} rollouts"),
+            ("problems", f"{summary.problems:,} with {counted(summary.samples, 'rollout')}"),
             ("accuracy", str(summary.answers)),
             (f"escalated {self.manifest.judged_unit}", summary.rate.counted()),
             (

@@ -25,7 +25,7 @@ from atts.core import (
     TokenIds,
 )
 from atts.engine import EngineSpec, Tokenizer
-from atts.errors import BadReply, EngineError, OptionError, UnsupportedByEngine
+from atts.errors import BadReply, EngineError, OptionError, UnsupportedByEngine, counted
 from atts.servers.client import (
     Call,
     Client,
@@ -653,9 +653,10 @@ class DialectClient:
             if scores is None:
                 return None
             if len(scores.logprobs) != len(request.suffix):
+                here, there = len(scores.logprobs), len(request.suffix)
                 raise BadReply(
                     self._name,
-                    f"the reply has {len(scores.logprobs)} scores for {len(request.suffix)} tokens",
+                    f"the reply has {counted(here, 'score')} for {counted(there, 'token')}",
                 )
             if not are_scores(scores.logprobs):
                 raise BadReply(self._name, "a score in the reply is above 0 or not a number")
@@ -751,7 +752,8 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
             spec.name, f"the reply has a token id that is not between 0 and {spec.vocabulary - 1}"
         )
     if len(logprobs) != len(ids) and (logprobs or spec.logprobs != "none"):
-        problem = f"the reply has {len(logprobs)} log-probabilities for {len(ids)} ids"
+        found = counted(len(logprobs), "log-probability", "log-probabilities")
+        problem = f"the reply has {found} for {counted(len(ids), 'id')}"
         raise BadReply(spec.name, problem)
     if not are_logprobs(logprobs):
         raise BadReply(spec.name, "a log-probability in the reply is above 0 or not a number")

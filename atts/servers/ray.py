@@ -27,6 +27,7 @@ from atts.errors import (
     EngineUnavailable,
     MissingExtra,
     OptionError,
+    counted,
 )
 from atts.servers.pool import ReplicaPool, require_alike
 
@@ -230,7 +231,8 @@ class ActorReplica(BaseEngine):
         patience = self._options.open_seconds if self._state == "new" else _PATIENCE
         with anyio.move_on_after(patience):
             return await self._reopen()
-        wanted = f"{self._options.cpus:g} cores and {self._options.gpus:g} GPUs"
+        options = self._options
+        wanted = f"{counted(options.cpus, 'core')} and {counted(options.gpus, 'GPU')}"
         advice = f"Check with `ray status` that the cluster has {wanted} free for each actor"
         raise EngineUnavailable(
             self._name, f"the engine's actor did not start within {patience:g} s", advice

@@ -20,7 +20,7 @@ import msgspec
 
 from atts.core import Message, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround, EngineSpec, Tokenizer, opened
-from atts.errors import BadReply, EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.errors import BadReply, EngineUnavailable, OptionError, UnsupportedByEngine, counted
 from atts.servers.addresses import ServerAddress, read_server
 from atts.servers.client import Call, Client, error_text
 from atts.servers.engine import open_tokenizer
@@ -178,8 +178,9 @@ class RemoteRewardModel:
                 if len(rows) != steps:
                     raise BadReply(
                         _NAME,
-                        f"the reply has {len(rows)} rewards for {steps} steps, each of which ends "
-                        f"with the separator {self._separator!r}",
+                        f"the reply has {counted(len(rows), 'reward')} for "
+                        f"{counted(steps, 'step')}; each step ends with the separator "
+                        f"{self._separator!r}",
                     )
                 row = rows[-1]
             values = [float(value) for value in (row if isinstance(row, list) else [row])]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.errors import counted
 from atts.servers.client import Call, Client, Count, Token, Tokens, decode, finish_of, logprob_of
 from atts.servers.dialect import (
     Identity,
@@ -142,9 +143,8 @@ class SglangDialect(Scorer):
                 f"the server did not score the {count} requested token ids, but {len(values)} others"
             )
         if len(values) != count:
-            raise ValueError(
-                f"the server sent {len(values)} log-probabilities for {count} requested token ids"
-            )
+            sent = counted(len(values), "log-probability", "log-probabilities")
+            raise ValueError(f"the server sent {sent} for {counted(count, 'requested token id')}")
         return Scores(tuple(values), meta.cached_tokens or 0)
 
     def abort(self, rid: str) -> Call | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.errors import EngineTimeout, OptionError, UnsupportedByEngine
+from atts.errors import EngineTimeout, OptionError, UnsupportedByEngine, counted
 from atts.servers.client import (
     Call,
     Client,
@@ -309,9 +309,8 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
     rows = choice.prompt_logprobs or ()
     length = len(request.prefix) + len(request.suffix)
     if len(rows) != length:
-        raise ValueError(
-            f"the reply has {len(rows)} prompt log-probabilities for {length} token ids"
-        )
+        found = counted(len(rows), "prompt log-probability", "prompt log-probabilities")
+        raise ValueError(f"the reply has {found} for {counted(length, 'token id')}")
     values: list[float] = []
     for row, token in zip(rows[len(request.prefix) :], request.suffix, strict=True):
         scored = row.get(str(token)) if row else None

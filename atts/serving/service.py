@@ -32,7 +32,7 @@ from atts.calibration import Calibrator, read_state, write_state
 from atts.concurrency import TaskGroup, background, task_group
 from atts.core import Outcome, Problem, Recent, Role
 from atts.engine import Engine
-from atts.errors import ATTSError, EngineUnavailable, OptionError
+from atts.errors import ATTSError, EngineUnavailable, OptionError, counted
 from atts.graph import Graph
 from atts.journal import Event, Sampled, Scored
 from atts.ledger import (
@@ -569,7 +569,8 @@ class Service:
     def _overloaded(self) -> RequestError:
         self.counts.refused += 1
         return RequestError(
-            f"{self.in_flight} requests are already in flight or waiting; try again later",
+            f"the server already has {counted(self.in_flight, 'request')} in flight or waiting; "
+            "try again later",
             status=429,
             kind="rate_limit_error",
             code="overloaded",

@@ -155,7 +155,7 @@ def test_labels_show_whether_scores_predict_wrong_answers(tmp_path: Path) -> Non
     assert some.labelled == 80
     assert calibration_report(_labelled(tmp_path / "d.jsonl", [None] * 30)).labelled is None
     alike = calibration_report(_labelled(tmp_path / "e.jsonl", [True] * 30))
-    assert "do not show whether the score finds" in render_calibration(alike, "html")
+    assert "cannot show whether the score finds" in render_calibration(alike, "html")
 
 
 def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationReport) -> None:

@@ -30,7 +30,7 @@ from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command
 from atts.core import HOLD, Chunk, Decision, Features, Outcome, Problem, Prompt, Rollout, Turn
-from atts.errors import JournalError, OptionError, UsageError
+from atts.errors import JournalError, OptionError, UsageError, counted
 from atts.files import jsonable
 from atts.graph import CallSpan
 from atts.journal import (
@@ -300,7 +300,7 @@ def test_cancelled_rollouts_count_in_no_accuracy(run: Path) -> None:
     alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
     assert spared > 0
     assert alone.estimate.n_samples == 12 * 8 - spared
-    told = f"{spared} rollouts that were cancelled because the vote was settled are left out"
+    told = f"without {counted(spared, 'rollout')} that the settled vote cancelled"
     assert told in report.coverage
 
 

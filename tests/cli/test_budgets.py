@@ -187,7 +187,7 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
         "2",
     )
     assert (
-        "2 of 2 rollouts (100.0 %) were cut before they could answer: 2 at --max-tokens 3"
+        "2 of 2 rollouts (100.0 %) reached a limit before an answer: 2 at --max-tokens 3"
         in said.err
     )
     whole = json.loads(

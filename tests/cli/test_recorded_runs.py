@@ -244,7 +244,7 @@ def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
     )
     said = atts(*run)
     assert said.code == 3
-    assert "failed: 2 of 2 problems are not complete: " in said.err
+    assert "failed: could not complete 2 of 2 problems: " in said.err
     assert "first error: ContextOverflow: engine draft" in said.err
     assert "the same command continues the run" in said.err
     assert "accuracy" in said.out
@@ -503,7 +503,7 @@ def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path)
     assert said.code == 5
     assert "no policy can be certified with 12 problems" in said.err
     assert atts("certify", alone, other).code != 0
-    assert "other problems" in atts("certify", alone, other).err
+    assert "1 other problem" in atts("certify", alone, other).err
 
 
 @pytest.mark.parametrize("mode", ["marginal", "question-turn"])
@@ -566,7 +566,7 @@ def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Pat
     cut = shutil.copytree(three, tmp_path / "cut")
     whole = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
     (cut / JOURNAL).write_bytes(b"".join(whole[: len(whole) // 2]))
-    with pytest.raises(UsageError, match="not finished"):
+    with pytest.raises(UsageError, match="unfinished problem"):
         merge([one, two, cut], out)
     assert not out.exists()
     with pytest.raises(CalibrationInputError, match="coin"):

@@ -332,7 +332,7 @@ def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import
     assert verdicts(finished["test/17"]) == ["correct", "wrong", "wrong"]
     assert finished["test/17"].samples[2].finish == "end"
     path.write_text(json.dumps([{**problem, "is_corrects": [True]}]))
-    with pytest.raises(DatasetError, match="item 1: the record has 3 samples but 1 grades"):
+    with pytest.raises(DatasetError, match="item 1: the record has 3 samples but 1 grade"):
         run_import("monkey-business", path, tmp_path / "bad")
 
 

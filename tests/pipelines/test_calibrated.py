@@ -153,7 +153,7 @@ def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
     assert certificate.chosen is None
     with pytest.raises(CalibrationInputError, match="no policy can be certified"):
         certified_gate(certificate, STORED)
-    with pytest.raises(CalibrationInputError, match="other problems"):
+    with pytest.raises(CalibrationInputError, match="1 other problem"):
         certify_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
 
 
@@ -174,7 +174,7 @@ def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
     assert net.chosen is not None
     assert old.chosen is None
     assert "less often than the target alone" in net.guarantee
-    with pytest.raises(CalibrationInputError, match="other problems"):
+    with pytest.raises(CalibrationInputError, match="1 other problem"):
         certify_net_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
 
 

@@ -144,7 +144,7 @@ async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> No
     ("settings", "words"),
     [
         ({"route": ""}, "no route /classify, so the server's model writes text"),
-        ({"pools": "all"}, "rewards for 2 steps.*set score.separator"),
+        ({"pools": "all"}, "rewards? for 2 steps.*set score.separator"),
         ({"separator": "<step>"}, "0 rewards for 2 steps"),
         ({"numbers": 5}, "returns embeddings, not rewards"),
         ({"model": "other/model"}, "serves other/model, not toy-prm"),

@@ -110,7 +110,7 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     journal = tmp_path / "half/journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[: len(lines) // 2]))
-    with pytest.raises(OptionError, match="are not finished"):
+    with pytest.raises(OptionError, match="unfinished problem"):
         evaluate_sync(NEW, abstaining(tmp_path / "half"))
     evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "withheld")
     with pytest.raises(OptionError, match="itself used abstain"):

@@ -216,7 +216,7 @@ def test_every_reader_treats_lost_rollouts_as_open(world: Any, tmp_path: Path) -
     (caveat,) = [caveat for caveat in report.caveats if caveat.code == "incomplete"]
     assert caveat.standing == "bad"
     assert caveat.count == len({name for name, _ in lost})
-    with pytest.raises(UsageError, match="problems are not finished"):
+    with pytest.raises(UsageError, match="unfinished problem"):
         merge([tmp_path / "run", tmp_path / "run"], tmp_path / "union")
     progress = Progress()
     for entry in read_entries(tmp_path / "run" / JOURNAL):

@@ -125,7 +125,7 @@ def test_a_run_without_scores_says_so_first(tmp_path: Path) -> None:
     assert result.status == "finished"
     judged = sum(problem.judged for problem in result.problems)
     assert 0 < result.unscored < judged
-    words = f"{result.unscored:,} of {judged:,} chunks were decided without a score"
+    words = f"{result.unscored:,} of {judged:,} chunks had to be decided without a score"
     lines = result_table(result, {"method": "atts", "dataset": "toys", "rate": 0.4}, None)  # type: ignore[arg-type]
     facts = [line for line in lines[1:] if line]
     assert facts[0].endswith(words)

@@ -181,7 +181,7 @@ async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: s
             [[None, 1, None], [-0.5, 8, None]],
             "did not score the 1 requested token ids, but 1 others",
         ),
-        ([[None, 1, None], [None, 2, None]], "sent 0 log-probabilities for 1 requested token ids"),
+        ([[None, 1, None], [None, 2, None]], "sent 0 log-probabilities for 1 requested token id"),
     ],
 )
 def test_wrong_scores_of_sglang_are_described_correctly(rows: object, message: str) -> None:

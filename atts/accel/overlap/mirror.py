@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atts.core import Sampling
+from atts.errors import counted
 from atts.local.batch import StepBatch
 from atts.local.cache import SlotIds
 from atts.local.loader import Weights, read_trained, unusable_heads
@@ -146,7 +147,7 @@ class ExitModel:
     @property
     def device_name(self) -> str:
         """Return the name of the device, and the number of layers before the early exit."""
-        return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
+        return f"{self._model.device_name}, exit after {counted(self._adapter.layers, 'layer')}"
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """Return the final, normed hidden states of the batch's `logit_rows`.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atts.accel.options import StageOptions
 from atts.accel.zoo.many_models import Layers, adapted_rows, bounds_of
-from atts.errors import EngineError, UnsupportedByEngine
+from atts.errors import EngineError, UnsupportedByEngine, counted
 from atts.local.batch import Floats, Ints, StepBatch, part_of
 from atts.local.cache import SlotIds
 from atts.local.cpu.model import NativeModel, PackedAdapter
@@ -272,7 +272,8 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     stages = options.stages
     replicas = options.replicas
     if stages > model.num_layers:
-        problem = f"a model with {model.num_layers} layers cannot be split into {stages} stages"
+        layers = counted(model.num_layers, "layer")
+        problem = f"a model with {layers} cannot be split into {stages} stages"
         raise UnsupportedByEngine(config.name, problem, f"Use at most stages={model.num_layers}")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers

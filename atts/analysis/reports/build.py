@@ -343,7 +343,7 @@ def _verdict(
     points = list[Point]()
     if calibration is not None and calibration.forced:
         words = (
-            f"{calibration.forced:,} of {calibration.decisions:,} chunks were decided "
+            f"{calibration.forced:,} of {calibration.decisions:,} chunks had to be decided "
             "without a score"
         )
         points.append(("bad", words))

@@ -68,7 +68,7 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     elif check is not None and check.standing == "left":
         points.append(("care", f"if a calibrator decided on the scores in file order, {check}"))
     points.extend(
-        ("bad", f"drift alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
+        ("bad", f"drift alarm after {counted(alarm.scores, 'score')}: {alarm.text or alarm.kind}")
         for alarm in control.alarms
     )
     if _is_reached(control.drift) and not control.alarms:
@@ -80,7 +80,8 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
             )
         )
     if control.forced:
-        points.append(("care", f"the gate made {control.forced:,} decisions without a score"))
+        forced = counted(control.forced, "decision")
+        points.append(("care", f"the gate made {forced} without a score"))
     if kind != "run":
         worst = health.repeats.fault
         points.extend(
@@ -106,7 +107,7 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
     low, high = health.long_run_clustered
     return (
         f"at a nominal rate of {percent(health.rate)}, a threshold from the "
-        f"{health.scores:,} stored scores would escalate "
+        f"{counted(health.scores, 'stored score')} would escalate "
         f"{_SPAN.format(percent(low).removesuffix(' %'), percent(high))} of new chunks"
     )
 
@@ -121,7 +122,7 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
             if nominal is None
             else f"nominal rate {percent(nominal)}"
         )
-        note = f"{counts} chunks; {asked}"
+        note = f"{control.escalated:,} of {counted(control.decisions, 'chunk')}; {asked}"
         return ShownNumber(share, "of the chunks were escalated", note)
     asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
     what = (
@@ -133,7 +134,7 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
 
 def _worth(health: Health) -> ShownNumber:
     clusters = health.clusters
-    what = f"is the effective sample size of the {health.scores:,} scores"
+    what = f"is the effective sample size of the {counted(health.scores, 'score')}"
     if not health.repeats.clustered:
         return ShownNumber(
             f"{clusters.effective:,.0f}",
@@ -191,10 +192,10 @@ def _auroc(labelled: LabelledScores | None) -> ShownNumber:
 
 
 def _basis(labelled: LabelledScores) -> str:
-    questions = labelled.gain.n_problems
+    questions = counted(labelled.gain.n_problems, "question")
     return (
-        f"95 % interval over {questions:,} questions with both wrong and correct rollouts; "
-        f"{labelled.labelled:,} chunks, by {_LABELS[labelled.labels]}"
+        f"95 % interval over {questions} with both wrong and correct rollouts; "
+        f"{counted(labelled.labelled, 'chunk')}, by {_LABELS[labelled.labels]}"
     )
 
 

@@ -21,6 +21,7 @@ from atts.analysis.reports.numbers import (
 from atts.analysis.reports.rate_control import LabelledScores
 from atts.analysis.reports.tables import ReportTable
 from atts.calibration import coin_band
+from atts.errors import counted
 
 WIDTH = 460
 HEIGHT = 260
@@ -420,7 +421,7 @@ def labelled_chart(found: LabelledScores) -> Chart:
     marks += [plot.dot(place, right.value, "plain", right.brief()) for place, right in places]
     words = (
         f"Fewer than two questions have both wrong and correct rollouts, so the "
-        f"{found.labelled:,} chunks do not show whether the score finds wrong rollouts."
+        f"{counted(found.labelled, 'chunk')} cannot show whether the score finds wrong rollouts."
     )
     if not math.isnan(found.auroc.value):
         words = (
@@ -428,7 +429,7 @@ def labelled_chart(found: LabelledScores) -> Chart:
             "correct rollouts. Take a chunk of a wrong rollout and a chunk of a correct "
             "rollout of the same question. The one of the wrong rollout has the worse score "
             f"with probability {found.auroc.brief()} (coin: 0.5), measured on "
-            f"{found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
+            f"{counted(found.labelled, 'chunk')}. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
     columns = ("p-value from", "to", "answers that are correct", "chunks")

@@ -93,7 +93,7 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     own = NamedRate("vote", _accuracy(with_verdict), "the answer that each problem's vote chose")
     samples = graded(with_verdict)
     if not samples:
-        return (own,), f"{len(with_verdict):,} problems"
+        return (own,), counted(len(with_verdict), "problem")
     card = score(samples)
     left_out = Counter(
         sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored
@@ -101,12 +101,11 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     counts = (
         (
             left_out["spared"],
-            "that were cancelled because the vote was settled are left out, so the accuracy is "
-            "biased towards fast rollouts",
+            "that the settled vote cancelled, so the accuracy is biased towards fast rollouts",
         ),
-        (left_out["lost"], "that failed are left out"),
+        (left_out["lost"], "that failed"),
     )
-    notes = (f"; {count:,} rollouts {what}" for count, what in counts if count)
+    notes = (f"; without {counted(count, 'rollout')} {what}" for count, what in counts if count)
     return (own, *_card_rates(card)), str(card.coverage) + "".join(notes)
 
 
@@ -348,8 +347,8 @@ def _session(data: RunData) -> Iterator[Caveat]:
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = (
-            f"of {planned:,} problems are not finished: all numbers describe only the {done:,} "
-            "finished problems, which tend to be the fastest ones"
+            f"of {counted(planned, 'problem')} not finished: all numbers describe only the "
+            f"{counted(done, 'finished problem')}, and fast problems tend to finish first"
         )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
@@ -422,7 +421,10 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
         return
     if calibration.forced:
         yield Caveat(
-            "forced decisions", "care", calibration.forced, "decisions were made without a score"
+            "forced decisions",
+            "care",
+            calibration.forced,
+            "decisions had to be made without a score",
         )
     for alarm in calibration.alarms:
         acted = f"; {alarm.acted}" if alarm.acted else ""
@@ -439,7 +441,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "turns",
             "care",
             len(outside),
-            "turns have a realised rate outside the 95 % band around the nominal rate: "
+            "turns had a realised rate outside the 95 % band around the nominal rate: "
             f"{', '.join(outside)}",
         )
 
@@ -489,7 +491,7 @@ def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
     for other in baselines:
         if other.method == "coin":
             what = "gain over a coin (random escalation), in accuracy of the vote"
-            note = f"compared with {other.name} on {other.problems:,} problems"
+            note = f"compared with {other.name} on {counted(other.problems, 'problem')}"
             yield ShownNumber(other.difference.signed(), what, note)
 
 
@@ -587,5 +589,5 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
     asked = "the gate has no nominal rate"
     if check is not None:
         asked = f"nominal rate {percent(check.nominal)}: {_STANDINGS[check.standing]}"
-    note = f"{calibration.escalated:,} of {calibration.decisions:,} chunks; {asked}"
+    note = f"{calibration.escalated:,} of {counted(calibration.decisions, 'chunk')}; {asked}"
     return ShownNumber(percent(share), "of the chunks were escalated", note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -12,6 +13,7 @@ import msgspec
 from atts.calibration import RateCheck, check_rate
 from atts.core import Usage
 from atts.engine import Speculated
+from atts.errors import counted
 from atts.evaluators import Estimate
 from atts.pipelines import CombineSummary
 
@@ -327,6 +329,12 @@ class TimeBreakdown:
     sibling_edges: int
 
 
+_THINGS = re.compile(
+    r"((?:engine )?(?:answer|call|decision|problem|rollout|score|session|turn))s\b"
+)
+"""The counted things at the beginning of a caveat's text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caveat:
     """A caveat about the numbers of a report, with examples of the affected problems."""
@@ -339,9 +347,19 @@ class Caveat:
 
     @property
     def sentence(self) -> str:
-        """Return the text with its count, unless the text already begins with the count."""
+        """Return the text with its count, unless the text already begins with the count.
+
+        >>> Caveat("no answer", "care", 1, "rollouts ended without an answer").sentence
+        '1 rollout ended without an answer'
+        """
+        things = _THINGS.match(self.text)
+        if things:
+            return counted(self.count, things[1]) + self.text[things.end() :]
         count = f"{self.count:,}"
-        return self.text if self.text.startswith(f"{count} of ") else f"{count} {self.text}"
+        if self.text.startswith("of "):
+            return f"{count} {self.text}"
+        is_said = self.count == 1 or self.text.startswith(f"{count} of ")
+        return self.text if is_said else f"{self.text} ({count} times)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from atts.calibration import (
     summarise,
 )
 from atts.core import Decision
-from atts.errors import CalibrationInputError
+from atts.errors import CalibrationInputError, counted
 from atts.evaluators import (
     Estimate,
     LabelledChunk,
@@ -198,8 +198,8 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
         )
     missing = match.checked - match.same
     audit = (
-        f"atts recomputed {match.checked:,} recorded decisions from the journal; {match.same:,} of them "
-        "had the recorded result"
+        f"atts recomputed {counted(match.checked, 'recorded decision')} from the journal; "
+        f"{match.same:,} of them had the recorded result"
         + (f"; {missing:,} of them had a different result" if missing else "")
         + ("" if named else "; this identified the rate scope")
     )

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.errors import CalibrationInputError
+from atts.errors import CalibrationInputError, counted
 from atts.sampling import beta_quantile, binomial_quantile, student_quantile
 
 Rate = float | Fraction
@@ -86,7 +86,7 @@ class RateCheck:
 
     def __str__(self) -> str:
         share = (
-            f"{self.share * self.decisions:,.0f} of {self.decisions:,} chunks were escalated "
+            f"{self.share * self.decisions:,.0f} of {counted(self.decisions, 'chunk')} escalated "
             f"({100 * self.share:.1f} %), nominal rate {100 * self.nominal:g} %"
         )
         if self.standing == "left":
@@ -98,8 +98,9 @@ class RateCheck:
             return (
                 f"{share}: too few questions to tell whether the rate is on target. With "
                 "independent decisions, an on-target rate would be in "
-                f"{_interval_text(self.coin)} (95 %); with {self.questions:,} questions that "
-                f"differ as much as these, in {_interval_text(self.band)} (99 %)"
+                f"{_interval_text(self.coin)} (95 %); with "
+                f"{counted(self.questions, 'question')} as different as these, in "
+                f"{_interval_text(self.band)} (99 %)"
             )
         low, high = self.coin
         # After few decisions the interval is wide, so "inside the interval" proves little. The text
@@ -267,8 +268,7 @@ class ClusterSummary:
     effective: float
 
     def __str__(self) -> str:
-        scores = f"{self.scores:,} score{'s' * (self.scores != 1)}"
-        questions = f"{self.clusters:,} question{'s' * (self.clusters != 1)}"
+        scores, questions = counted(self.scores, "score"), counted(self.clusters, "question")
         icc = "unknown" if math.isnan(self.icc) else f"{self.icc:.2f}"
         effective = f"effective sample size {self.effective:,.0f}"
         return f"{scores} in {questions}, intraclass correlation {icc}, {effective}"
@@ -281,7 +281,7 @@ def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDA
     """
     if len(scores) != len(labels):
         raise CalibrationInputError(
-            "labels", len(labels), f"one label for each of the {len(scores)} scores"
+            "labels", len(labels), f"one label for each of {counted(len(scores), 'score')}"
         )
     clusters = dict[Hashable, list[float]]()
     for score, label in zip(scores, labels, strict=True):

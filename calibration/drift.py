@@ -28,7 +28,7 @@ from atts.calibration.conformal import (
 from atts.calibration.pools import Ranks
 from atts.calibration.scores import Measure, Scale, StoredScores
 from atts.calibration.state import DefaultTable, Persisted
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import CalibrationInputError, OptionError, counted
 from atts.sampling import binomial_tail, normal_quantile
 
 # Up to this share of repeated scores, from 0 to 1, there is no warning.
@@ -765,8 +765,8 @@ class DriftMonitor(Persisted):
         test = two_sample_test(self._reference, live, significance, self._looks)
         if test.drawn <= significance and test.exchangeable <= _SLACK * significance:
             message = (
-                f"the scores of {test.questions} questions do not have the same distribution as "
-                "the stored scores"
+                f"the scores of {counted(test.questions, 'question')} do not have the same "
+                "distribution as the stored scores"
             )
             self._alarm("shift", test.drawn, message)
 
@@ -843,13 +843,13 @@ class Health:
             warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
             warnings.append(
-                f"{self.scores} scores are too few for rate {self.rate:g}, because no chunk "
-                "would ever be escalated; add more scores"
+                f"rate {self.rate:g} needs more than {counted(self.scores, 'score')}, because no "
+                "chunk would ever be escalated; add more scores"
             )
         if self.clusters.effective < 0.5 * self.scores:
             warnings.append(
-                f"{self.clusters}: the threshold is far less certain than with {self.scores} "
-                "independent scores"
+                f"{self.clusters}: the threshold is far less certain than with "
+                f"{counted(self.scores, 'independent score')}"
             )
         if len(self.turns) == 1 and self.scores:
             warnings.append(

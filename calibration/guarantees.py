@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from atts.calibration.conformal import ClusterSummary, by_cluster, long_run, summarise
 from atts.calibration.controllers import SLACK, Mode, Tuning
+from atts.errors import counted
 
 if TYPE_CHECKING:
     from atts.calibration.drift import DriftEvent
@@ -67,6 +68,11 @@ class Facts:
         return max(1, self.decided)
 
     @property
+    def counted_decisions(self) -> str:
+        """Return the number of decisions so far with its noun."""
+        return counted(self.decisions, "decision")
+
+    @property
     def spread(self) -> float:
         """Return the half-width of the 95 % interval of the rate, for independent decisions.
 
@@ -107,7 +113,7 @@ class Facts:
         if self.decided * side <= bound:
             return ""
         return (
-            f"{bound:.2f} / T of the nominal rate; now, after T = {self.decided:,} decisions, "
+            f"{bound:.2f} / T of the nominal rate; now, after T = {counted(self.decided, 'decision')}, "
             f"this is {bound / self.decided:.4f}"
         )
 
@@ -136,7 +142,7 @@ class Facts:
         reach = _sub_gaussian_reach(min(self.decisions / 4, fixed_point)) / self.decisions
         if reach >= max(self.rate, 1 - self.rate):
             return ""
-        return f"{reach:.4f} of the nominal rate over {self.decisions:,} decisions"
+        return f"{reach:.4f} of the nominal rate over {self.counted_decisions}"
 
     @property
     def aci_promise(self) -> str:
@@ -223,13 +229,13 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
     if facts.decided:
         share = f"{100 * facts.escalated / facts.decided:.1f} %"
         realised = (
-            f"{facts.escalated:,} of {facts.decided:,} chunks were escalated ({share}), at a nominal "
-            f"rate of {100 * facts.rate:g} %."
+            f"{facts.escalated:,} of {counted(facts.decided, 'chunk')} escalated ({share}), at a "
+            f"nominal rate of {100 * facts.rate:g} %."
         )
     for event in facts.events:
         # every drift alarm voids the guarantee
         voided_by += (
-            f"; THE GUARANTEE IS ALREADY VOID after {event.scores} scores: "
+            f"; THE GUARANTEE IS ALREADY VOID after {counted(event.scores, 'score')}: "
             f"{event.message} ({event.action})"
         )
     return f"{realised} {guarantee[:1].upper()}{guarantee[1:]}", voided_by

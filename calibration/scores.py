@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert
 
 from atts.calibration.state import read_state, strict
-from atts.errors import CalibrationInputError, FingerprintError, OptionError
+from atts.errors import CalibrationInputError, FingerprintError, OptionError, counted
 from atts.files import from_json, read_ordinary
 
 Worse = Literal["higher", "lower"]
@@ -183,7 +183,9 @@ class StoredScores:
         )
         if per_question is not None and (per_question < 1 or len(values) % per_question):
             raise CalibrationInputError(
-                "per_question", per_question, f"a number that divides {len(values)} scores evenly"
+                "per_question",
+                per_question,
+                f"a number that divides {counted(len(values), 'score')} evenly",
             )
         if per_question is None:
             questions = [""] * len(values)

@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from atts.errors import UsageError
+from atts.errors import UsageError, counted
 from atts.evaluators.verdict import Verdict
 
 _FENCE = re.compile(
@@ -147,7 +147,7 @@ def judge_program(reference: str, program: str) -> Verdict:
                     "tests",
                     f"test {number} of {total}: the output differs from the expected output",
                 )
-    return Verdict("equal", "tests", f"{total} tests passed")
+    return Verdict("equal", "tests", f"{counted(total, 'test')} passed")
 
 
 class ProgramVotes:

@@ -26,7 +26,7 @@ from atts.core import (
     SampleRequest,
     Usage,
 )
-from atts.errors import BadReply, ContextOverflow
+from atts.errors import BadReply, ContextOverflow, counted
 from atts.evaluators import Estimate, compare_runs
 from atts.graph import ProblemScope, RolloutScope
 from atts.pipelines.builder import Context, RolloutEngine
@@ -148,10 +148,11 @@ class Combiner:
         if told_apart == 0:
             return "no selection has been compared with a vote yet"
         if self._is_graded:
-            return f"better than the vote on {self.better} problems, worse on {self.worse}"
+            better = counted(self.better, "problem")
+            return f"better than the vote on {better}, worse on {self.worse}"
         return (
-            f"{self.consistent} of {pairs} pairs of answers had the same verdict in both "
-            "presentation orders"
+            f"{self.consistent} of {counted(pairs, 'pair')} of answers had the same verdict in "
+            "both presentation orders"
         )
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
@@ -545,10 +546,11 @@ class CombineSummary:
     def __str__(self) -> str:
         """Return the summary as a sentence."""
         kind = " and ".join(self.actions) or "select"
-        words = f"{kind} on the {self.split:,} of {self.problems:,} problems whose votes split"
+        problems = counted(self.problems, "problem")
+        words = f"{kind} on the {self.split:,} of {problems} whose votes split"
         if self.trials:
             words += f"  ({self.trials:,} of them only as a trial, so the vote stayed the answer)"
-        words += f": {self.changed:,} answers changed"
+        words += f": {counted(self.changed, 'answer')} changed"
         if not math.isnan(self.gain.value):
             points = [100 * value for value in (self.gain.value, self.gain.low, self.gain.high)]
             words += (
@@ -558,15 +560,15 @@ class CombineSummary:
             )
         if self.pairs:
             words += (
-                f"; {self.consistent:,} of {self.pairs:,} pairs of answers got the same verdict in "
-                "both presentation orders"
+                f"; {self.consistent:,} of {counted(self.pairs, 'pair')} of answers got the same "
+                "verdict in both presentation orders"
             )
         if self.unusable:
-            words += f"; the request to the target failed for {self.unusable:,} problems"
+            words += f"; the request to the target failed for {counted(self.unusable, 'problem')}"
         usage = self.usage
         return (
             f"{words}; for this, the target wrote {usage.target_tokens:,} tokens in "
-            f"{usage.calls:,} calls"
+            f"{counted(usage.calls, 'call')}"
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, SupportsFloat, cast, get_args, runtime_checkable
 
 from atts.core import Action, Decision, Features, Origin
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import CalibrationInputError, OptionError, counted
 
 GateReads = Literal["score", "nothing"]
 """The input that a gate's decision uses: the score of the chunk, or no number at all."""
@@ -367,7 +367,7 @@ class TopGate:
         badness = [math.inf if math.isnan(score) else score for _, score in round_]
         worst_first = sorted(range(len(round_)), key=lambda member: -badness[member])
         escalated = set(worst_first[:count])
-        why = f"rank among the {len(round_)} chunks of a round"
+        why = f"rank among the {counted(len(round_), 'chunk')} of a round"
         decisions: list[Decision] = []
         for member, (features, score) in enumerate(round_):
             action: Action = "escalate" if member in escalated else "accept"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from atts.core import Combine, Role, Rollout, Sampling
 from atts.engine import EngineSpec
-from atts.errors import OptionError, UnsupportedByEngine
+from atts.errors import OptionError, UnsupportedByEngine, counted
 from atts.files import plain_fields
 from atts.pipelines.gates import AgreementGate, CappedGate, Gate, GateReads, RoundGate
 from atts.pipelines.scores import ScoreRule, kind_of, source_of
@@ -437,8 +437,8 @@ class Policy:
             raise OptionError(
                 "first_wave",
                 "escalates=problem needs exactly two waves, one of the draft and one of the "
-                f"target; a first wave of {self.first_wave} of {self.samples} rollouts makes "
-                "this impossible",
+                f"target; a first wave of {self.first_wave} of "
+                f"{counted(self.samples, 'rollout')} makes this impossible",
             )
 
     @property

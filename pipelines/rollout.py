@@ -30,7 +30,7 @@ from atts.core import (
     TokenIds,
     Usage,
 )
-from atts.errors import UsageError
+from atts.errors import UsageError, counted
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import (
     Context,
@@ -368,14 +368,14 @@ class RunningVote:
         if cannot_change(current, remaining):
             self._settled = (
                 f"the vote is settled: the leading answer is ahead by {current.lead:.3g} votes, "
-                f"with {remaining} rollouts left"
+                f"with {counted(remaining, 'rollout')} left"
             )
         elif self.policy.early_stop == "likely":
             probability = settled_probability(current, remaining)
             if probability >= self.policy.confidence:
                 self._settled = (
                     f"the vote is settled with probability {probability:.3f} (Dirichlet model), "
-                    f"with {remaining} rollouts left"
+                    f"with {counted(remaining, 'rollout')} left"
                 )
         return bool(self._settled)
 
@@ -390,7 +390,7 @@ class RunningVote:
         if not self._settled and self.ended < self.policy.samples:
             agreeing = self.tally.agreement * len(self._cast)
             if agreeing >= max(1, self.policy.agreement * self.ended):
-                return f"the first {self.ended} rollouts agree"
+                return f"agreement of the first {counted(self.ended, 'rollout')}"
         return self._settled
 
 
@@ -426,7 +426,7 @@ def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     if decision.escalate:
         return ""
     leading = count.counts[0] if count.counts else 0
-    return f"{leading} of the draft's {len(first)} rollouts agree"
+    return f"{leading} of the draft's {counted(len(first), 'rollout')} agreed"
 
 
 def conclude(

@@ -460,7 +460,7 @@ def check_run(directory: Path, as_json: bool) -> None:
         "standing": "held",
     }
     sentence = (
-        f"{calibration.escalated:,} of {calibration.decisions:,} chunks were escalated "
+        f"{calibration.escalated:,} of {counted(calibration.decisions, 'chunk')} escalated "
         f"({100 * share:.1f} %); the gate has no nominal rate"
     )
     check = calibration.check()

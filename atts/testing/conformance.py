@@ -24,6 +24,7 @@ from atts.errors import (
     OptionError,
     UnsupportedByEngine,
     UsageError,
+    counted,
 )
 from atts.sampling import Seed
 
@@ -380,7 +381,10 @@ def _require_sound(probe: Probe, completion: Completion) -> None:
     text = probe.engine.tokenizer.decode([index for index in ids if index not in end])
     require(completion.text == text, f"text is {completion.text!r}, but its ids decode to {text!r}")
     silent = not logprobs and probe.engine.spec.logprobs == "none"
-    require(silent or len(logprobs) == len(ids), f"{len(logprobs)} log-probs for {len(ids)} ids")
+    require(
+        silent or len(logprobs) == len(ids),
+        f"{counted(len(logprobs), 'log-prob')} for {counted(len(ids), 'id')}",
+    )
     wrong = [value for value in logprobs if not (math.isfinite(value) and value <= 1e-6)]
     require(not wrong, f"log-probs must be finite and at most 0, got {wrong[:3]}")
 
@@ -804,8 +808,8 @@ async def check_refusals(probe: Probe) -> None:
             )
     if engine.stats().in_flight:
         fail(
-            f"after all invalid requests were refused, {engine.stats().in_flight} requests "
-            "still count as in flight"
+            "after all invalid requests were refused, the engine still counts "
+            f"{counted(engine.stats().in_flight, 'request')} in flight"
         )
 
 
@@ -844,7 +848,7 @@ async def check_stats(probe: Probe) -> None:
     before = engine.stats()
     require(
         before.in_flight == 0,
-        f"the engine counts {before.in_flight} requests in flight before the first request",
+        f"the engine counts {counted(before.in_flight, 'request')} in flight before the first one",
     )
     sampled = scored = requests = 0
     if probe.can("sample"):
@@ -861,15 +865,15 @@ async def check_stats(probe: Probe) -> None:
     _require_growth(middle, after)
     require(
         after.in_flight == 0,
-        f"the engine counts {after.in_flight} requests in flight after the last answer",
+        f"the engine counts {counted(after.in_flight, 'request')} in flight after the last answer",
     )
     for name, grown in (
         ("requests", requests),
         ("sampled_tokens", sampled),
         ("scored_tokens", scored),
     ):
-        counted = getattr(after, name) - getattr(before, name)
-        require(counted == grown, f"the counter {name} grew by {counted}, expected {grown}")
+        found = getattr(after, name) - getattr(before, name)
+        require(found == grown, f"the counter {name} grew by {found}, expected {grown}")
 
 
 def _require_growth(before: EngineStats, after: EngineStats) -> None:
@@ -962,13 +966,13 @@ async def check_cancellation(probe: Probe) -> None:
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
-        f"the engine ignored cancellations: it answered all {seen.running} requests that were "
-        "cancelled in flight",
+        "the engine ignored cancellations: although cancelled in flight, it answered "
+        f"{counted(seen.running, 'request')}",
     )
     cancelled = probe.engine.stats().cancelled - before
     what = (
-        f"{seen.returned} of {seen.calls} calls were answered and {cancelled} were counted as "
-        "cancelled, so some were counted twice"
+        f"of {counted(seen.calls, 'call')}, the engine answered {seen.returned} and counted "
+        f"{cancelled} as cancelled, so it counted some calls twice"
     )
     require(seen.returned + cancelled <= seen.calls, what)
 
@@ -1018,8 +1022,8 @@ async def _settle(probe: Probe) -> None:
     left = probe.engine.stats().in_flight
     require(
         not left,
-        f"{left} requests are still in flight {probe.options.settle_seconds:g} s after they "
-        "were cancelled",
+        f"the engine still has {counted(left, 'request')} in flight "
+        f"{probe.options.settle_seconds:g} s after their cancellation",
     )
 
 

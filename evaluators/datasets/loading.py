@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from atts.core import Problem
-from atts.errors import DatasetError, OptionError
+from atts.errors import DatasetError, OptionError, counted
 from atts.evaluators.datasets import arithmetic
 from atts.evaluators.datasets.tables import (
     BENCHMARKS,
@@ -97,7 +97,7 @@ def select(
         if not 0 < selection.sample <= len(chosen):
             raise DatasetError(
                 source,
-                f"cannot draw {selection.sample} of {len(chosen)} problems",
+                f"cannot draw {selection.sample} of {counted(len(chosen), 'problem')}",
                 "Draw fewer problems",
             )
         chosen = random.Random(selection.seed).sample(chosen, selection.sample)
@@ -105,7 +105,8 @@ def select(
     if not chosen:
         raise DatasetError(
             source,
-            f"none of {len(problems)} problems matches the selection ({selection.words()})",
+            f"none of {counted(len(problems), 'problem')} matches the selection "
+            f"({selection.words()})",
             "Widen the selection",
         )
     return chosen
@@ -316,7 +317,8 @@ class Dataset:
         return iter(self.problems)
 
     def __str__(self) -> str:
-        return f"{self.name}: {len(self)} problems from {self.source}@{self.revision[:12]}, digest {self.digest[:12]}"
+        problems = counted(len(self), "problem")
+        return f"{self.name}: {problems} from {self.source}@{self.revision[:12]}, digest {self.digest[:12]}"
 
 
 def load_dataset(
@@ -472,7 +474,7 @@ def _dataset(
         if len(problems) != whole:
             problem = (
                 f"{benchmark.name} is a sample of the {whole} problems of {benchmark.prefix} in "
-                f"a fixed order, but this source has {len(problems)} problems"
+                f"a fixed order, but this source has {counted(len(problems), 'problem')}"
             )
             raise DatasetError(
                 table.source, problem, f"Use a source with all problems of {benchmark.prefix}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from atts.core import AnswerKind, Grading, Problem
-from atts.errors import DatasetError, OptionError
+from atts.errors import DatasetError, OptionError, counted
 from atts.evaluators.programs import tests_of_row
 from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
@@ -689,16 +689,16 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
     repeated = sum(count - 1 for count in texts.values())
     if repeated:
-        notes.append(f"{repeated} problems have the same text as another problem")
+        notes.append(f"{counted(repeated, 'problem')} with the same text as another problem")
     unanswered = sum(problem.answer is None for problem in problems)
     if unanswered:
-        of = f"{unanswered} of {len(problems)} problems"
-        notes.append(f"{of} have no reference answer, so their answers cannot be graded")
+        of = f"{unanswered} of {counted(len(problems), 'problem')}"
+        notes.append(f"answers without a grade, because the reference answer is missing: {of}")
     level = reader.columns.level
     stated = [reader.text(index, level) for index in range(len(problems))]
     unread = sum(bool(text) and _level(text) is None for text in stated)
     if unread:
-        notes.append(f"column {level!r} has no level number in {unread} rows")
+        notes.append(f"column {level!r} has no level number in {counted(unread, 'row')}")
     if reader.columns.distractors:
         notes.append(f"choices shuffled per question with seed {reader.options.seed}")
     return notes

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from atts.errors import OptionError
+from atts.errors import OptionError, counted
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.sampling import normal_quantile, student_quantile
 
@@ -41,10 +41,10 @@ class Estimate:
         each, rest = divmod(self.n_samples, self.n_problems or 1)
         many = ""
         if rest:
-            many = f", {self.n_samples:,} samples"
+            many = f", {counted(self.n_samples, 'sample')}"
         elif each > 1:
             many = f" × {each}"
-        basis = f"{self.n_problems:,} problem{'s' * (self.n_problems != 1)}{many}"
+        basis = counted(self.n_problems, "problem") + many
         note = "".join(f"; {part}" for part in (self.note, self.doubt) if part)
         if math.isnan(self.value):
             return f"undefined ({basis}{note})"
@@ -122,7 +122,7 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
         return undefined_estimate(0, n_samples, level, "no problems")
     undefined = int(np.isnan(array).sum())
     if undefined:
-        note = f"the value is undefined for {undefined} of {array.size} problems"
+        note = f"the value is undefined for {undefined} of {counted(array.size, 'problem')}"
         return undefined_estimate(array.size, n_samples, level, note)
     return _clustered(array, np.ones(array.size), (array.size, n_samples), level)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from atts.errors import OptionError
+from atts.errors import OptionError, counted
 from atts.evaluators.metrics.intervals import (
     Estimate,
     Floats,
@@ -50,8 +50,8 @@ class Comparison:
     def __str__(self) -> str:
         need = (
             (
-                f"; {self.problems_needed:,} problems would show a difference of this size with 80 % "
-                "power"
+                f"; {counted(self.problems_needed, 'problem')} would show a difference of this "
+                "size with 80 % power"
             )
             if self.problems_needed
             else ""
@@ -305,11 +305,11 @@ class Sequential:
             "interval, valid after every problem)"
         )
         words = {
-            "alike": f"differs by at most {self.points:g} points, decided",
+            "alike": f"differs by at most {counted(self.points, 'point')}, decided",
             "undecided": "undecided",
         }
         result = words.get(self.settled, f"{self.settled}, decided")
-        return f"{result} after {self.problems:,} problems; {interval}"
+        return f"{result} after {counted(self.problems, 'problem')}; {interval}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as a dictionary for JSON. The entry "words" is the result as a
@@ -439,13 +439,13 @@ class VarianceSplit:
     def __str__(self) -> str:
         if math.isnan(self.share_between):
             return (
-                f"all rollouts of {self.problems:,} problems had the same result; statistical "
-                "power needs rollouts with different results"
+                f"all rollouts of {counted(self.problems, 'problem')} had the same result; "
+                "statistical power needs rollouts with different results"
             )
         return (
             f"{100 * self.share_between:.0f} % of the variance of single rollouts is between "
             f"problems, {100 * (1 - self.share_between):.0f} % between samples of the same problem "
-            f"({self.problems:,} problems)"
+            f"({counted(self.problems, 'problem')})"
         )
 
 
@@ -484,15 +484,16 @@ class Power:
 
     def __str__(self) -> str:
         takes = " and ".join(
-            f"{count:,} problems to show {points:g} point{'s' * (points != 1)}"
+            f"{counted(count, 'problem')} to show {counted(points, 'point')}"
             for points, count in zip(POINTS, self.needed, strict=True)
         )
         shown = f"show a difference of {self.detectable:.1f} points"
         if self.detectable >= 100:
             shown = "show no difference, however large"
+        samples = counted(self.samples, "sample")
         return (
-            f"{self.problems:,} problems x {self.samples} samples {shown} between methods (80 % "
-            f"power, single rollouts); with {self.samples} samples per problem, it takes {takes}"
+            f"{counted(self.problems, 'problem')} x {samples} {shown} between methods (80 % "
+            f"power, single rollouts); with {samples} per problem, it takes {takes}"
         )
 
 
@@ -508,8 +509,8 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
     if problems < 2 or samples < 1:
         raise OptionError(
             "problems",
-            f"{problems} problems x {samples} samples are too few to compare; give at least 2 "
-            "problems x 1 sample",
+            f"{counted(problems, 'problem')} x {counted(samples, 'sample')} cannot be compared; "
+            "give at least 2 problems x 1 sample",
         )
     variance = spread + 2 * split.within / samples
     if not spread >= 0 or not variance > 0:

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from atts.errors import OptionError
+from atts.errors import OptionError, counted
 from atts.evaluators.metrics.intervals import (
     Estimate,
     Floats,
@@ -108,7 +108,7 @@ def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
     estimate = mean_estimate(array, int(counts.sum()), level=level)
     missing = int(np.isnan(array).sum())
     if missing:
-        note = f"too few samples in {missing} of {array.size} problems"
+        note = f"too few samples in {missing} of {counted(array.size, 'problem')}"
         return replace(estimate, note=note)
     return estimate
 
@@ -292,7 +292,8 @@ class Samples:
         for name in ("labels", "statuses"):
             values: tuple[object, ...] = getattr(self, name)
             if values and len(values) != len(self.correct):
-                problem = f"{self.problem} has {len(values)} {name} for {len(self.correct)} samples"
+                samples = counted(len(self.correct), "sample")
+                problem = f"{self.problem} has {len(values)} {name} for {samples}"
                 raise OptionError(name, problem)
         unknown = [status for status in self.statuses if status not in get_args(SampleStatus)]
         if unknown:
@@ -358,11 +359,9 @@ class Coverage:
     timed_out: int
 
     def __str__(self) -> str:
-        samples = "sample" if self.samples == 1 else "samples"
-        problems = "problem" if self.problems == 1 else "problems"
         return (
-            f"{self.samples:,} {samples} of {self.problems:,} {problems}: {self.cut:,} cut, "
-            f"{self.no_answer:,} without answer, {self.unscored:,} unscored, "
+            f"{counted(self.samples, 'sample')} of {counted(self.problems, 'problem')}: "
+            f"{self.cut:,} cut, {self.no_answer:,} without answer, {self.unscored:,} unscored, "
             f"{self.timed_out:,} timed out"
         )
 

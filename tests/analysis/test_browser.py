@@ -243,7 +243,7 @@ def test_the_calibration_report_is_readable(
     assert page.requests == [written.as_uri()]
     heading = page.run("document.querySelector('h1').textContent")
     assert heading.startswith("✓ ")
-    assert "chunks were escalated" in heading
+    assert "chunks escalated" in heading
     assert page.run("document.querySelectorAll('header .numbers li').length") == 5
     page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert page.run(CONTRAST) == []

@@ -57,7 +57,7 @@ def test_a_run_is_reported_at_its_own_rate(run: Path, of_run: CalibrationReport)
     assert of_run.control == held
     assert (of_run.kind, of_run.rate, of_run.mode) == ("run", 0.3, "question-turn")
     assert of_run.health == examine(scores_of(run), 0.3)
-    counts = f"{held.escalated} of {held.decisions} chunks were escalated"
+    counts = f"{held.escalated} of {held.decisions} chunks escalated"
     assert of_run.headline.sentence.startswith(counts)
     assert of_run.headline.sentence.endswith("at a nominal rate of 30 %: on target")
     assert of_run.standing == "good"
@@ -82,7 +82,7 @@ def test_scores_get_the_decisions_of_a_live_calibrator() -> None:
     assert (found.kind, found.control.decisions, found.control.questions) == ("scores", 240, 12)
     assert abs(found.control.escalated / 240 - 0.4) < 0.06
     assert found.headline.numbers[3].value == f"{found.health.clusters.effective:,.0f}"
-    assert f"{found.control.escalated} of 240 chunks were escalated" in found.promise.guarantee
+    assert f"{found.control.escalated} of 240 chunks escalated" in found.promise.guarantee
     low, high = found.health.long_run_clustered
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in found.headline.sentence
     assert [chart.title for chart in calibration_charts(found.control)] == [

@@ -117,7 +117,7 @@ def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
     held = built.report.calibration
     assert held is not None
     assert parsed["calibration"]["escalated"] == held.escalated
-    share = f"{held.escalated:,} of {held.decisions:,} chunks were escalated"
+    share = f"{held.escalated:,} of {held.decisions:,} chunks escalated"
     assert share in page
     assert share in words
     assert parsed["verdict"]["line"] == built.report.verdict.line
@@ -451,7 +451,7 @@ def test_the_command_prints_the_path_and_the_verdict(
 
     code, out, told = command("--out", str(tmp_path / "r.html"))
     assert (code, out.strip()) == (0, str(tmp_path / "r.html"))
-    assert "chunks were escalated" in told
+    assert "chunks escalated" in told
     assert json.loads(command("--json", "--out", str(tmp_path / "r.html"))[1])["standing"] in (
         "good",
         "care",

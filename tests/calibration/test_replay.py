@@ -116,7 +116,7 @@ def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
     done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
     count = sum(decision.escalate for decision in done.decisions)
     assert "nominal rate of 35 %" in done.guarantee
-    assert f"{count} of 40 chunks were escalated" in done.guarantee
+    assert f"{count} of 40 chunks escalated" in done.guarantee
     assert len(done.voided_by) > 40
     assert "{" not in done.guarantee + done.voided_by
     if mode == "split":
@@ -301,7 +301,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert any("effective sample size" in warning for warning in report["warnings"])
     assert "escalate above" in atts("report", saved).stdout
     long_chunks = tmp_path / "products.jsonl"
-    rows = [{"question": k // 16, "turn": 0, "score": math.exp(k % 190)} for k in range(640)]
+    rows = [{"question": k // 16, "turn": k // 639, "score": math.exp(k % 190)} for k in range(640)]
     long_chunks.write_text(lines_of(rows))
     products = str(tmp_path / "products.json")
     words = "--condition", "score.kind=speculative", "--out", products
@@ -309,6 +309,8 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     shown = atts("report", products, "--rate", "0.3").stdout
     assert "e+" not in shown
     assert "nats per chunk" in shown
+    assert "  turn 0      639 scores, median" in shown
+    assert "  turn 1         1 score, median" in shown
     assert atts("check", saved).returncode == 0
     broken = atts("check", str(tmp_path / "bad.npy"), "--per-question", "16", "--json")
     assert broken.returncode == 5

@@ -186,6 +186,17 @@ def test_one_problem_has_a_ratio_without_an_interval(atts: Any, tmp_path: Path) 
     assert "nan" not in printed
 
 
+def test_one_problem_is_named_in_the_singular(atts: Any, tmp_path: Path) -> None:
+    """A comparison of one problem says "1 problem"."""
+    a, b = (
+        results(tmp_path / f"{right}.jsonl", [{"id": 1, "correct": right}])
+        for right in (False, True)
+    )
+    printed = atts("compare", str(a), str(b)).out
+    assert "1 problem in common" in printed
+    assert "better on 1 problem, worse on 0, the same on 0" in printed
+
+
 def test_printed_json_compares_like_the_run_directory(
     atts: Any, runs: Path, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:

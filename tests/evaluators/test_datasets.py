@@ -236,7 +236,7 @@ def test_repeated_texts_are_noted(tmp_path: Path) -> None:
     """Repeated problem texts give a note but no error, because their ids differ."""
     rows = [{"problem": "same  text", "answer": "1"}, {"problem": "Same text", "answer": "1"}]
     assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == (
-        "1 problems have the same text as another problem",
+        "1 problem with the same text as another problem",
     )
 
 

@@ -81,7 +81,7 @@ def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> Non
     """The outcome of an accepted problem gives the number of agreeing rollouts as the reason."""
     outcome = attempt(CASCADE, FixedGate("accept"), problems=1)[0]
     leading = int(max(outcome.votes.values()))
-    assert outcome.why == f"{leading} of the draft's 4 rollouts agree"
+    assert outcome.why == f"{leading} of the draft's 4 rollouts agreed"
 
 
 def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:

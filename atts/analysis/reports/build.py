@@ -384,7 +384,7 @@ def _rate_point(control: RateControl) -> Point:
         share = control.escalated / control.decisions
         return (
             "good",
-            f"{control.escalated:,} of {control.decisions:,} chunks were escalated "
+            f"{control.escalated:,} of {counted(control.decisions, 'chunk')} escalated "
             f"({percent(share)}); the gate has no nominal rate",
         )
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}

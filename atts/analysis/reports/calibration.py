@@ -93,7 +93,8 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
 def _sentence(kind: str, health: Health, control: RateControl) -> str:
     share = percent(control.escalated / control.decisions)
     check = control.check()
-    counts = f"{control.escalated:,} of {control.decisions:,} chunks were escalated ({share})"
+    chunks = counted(control.decisions, "chunk")
+    counts = f"{control.escalated:,} of {chunks} escalated ({share})"
     if kind == "run":
         if check is None:
             return f"{counts}; the gate has no nominal rate"

@@ -272,8 +272,8 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     stages = options.stages
     replicas = options.replicas
     if stages > model.num_layers:
-        layers = counted(model.num_layers, "layer")
-        problem = f"a model with {layers} cannot be split into {stages} stages"
+        count = counted(model.num_layers, "layer")
+        problem = f"a model with {count} cannot be split into {stages} stages"
         raise UnsupportedByEngine(config.name, problem, f"Use at most stages={model.num_layers}")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers

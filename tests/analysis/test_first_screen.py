@@ -53,7 +53,7 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
         (math.inf, "wrote no tokens"),
         (0.0, "tokens per problem"),
         (1.02, "as many tokens"),
-        (math.nan, "of 12"),
+        (math.nan, "of 12 problems"),
     ):
         other = replace(report.baselines[0], target_token_ratio=ratio)
         assert _again(report, baselines=(other,)).endswith(said)

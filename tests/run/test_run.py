@@ -767,8 +767,8 @@ def _completion(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion
     [
         (_completion((1, 2, 3), (-1.0, -1.0, -1.0)), _ASKED, _SPEC, ""),
         (_completion((1, 2, 3, 4), (-1.0,) * 4), _ASKED, _SPEC, "3 were requested"),
-        (_completion((1, 2), (-1.0,)), _ASKED, _SPEC, "1 log-probability for 2 ids"),
-        (_completion((1, 2), ()), _ASKED, _SPEC, "0 log-probabilities for 2 ids"),
+        (_completion((1, 2), (-1.0,)), _ASKED, _SPEC, "1 log-probability for 2 token ids"),
+        (_completion((1, 2), ()), _ASKED, _SPEC, "0 log-probabilities for 2 token ids"),
         (_completion((1, 2), ()), replace(_ASKED, logprobs="unneeded"), _SPEC, ""),
         (_completion((1, 2), ()), _ASKED, replace(_SPEC, logprobs="none"), ""),
         (_completion((1, 50), (-1.0, -1.0)), _ASKED, _SPEC, "outside the model's vocabulary"),

@@ -173,7 +173,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """Return how many of the first `tokens` can be appended before one of them ends the answer."""
+    """Return how many tokens at the start of `tokens` can be appended before one ends the answer."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests get new tokens"
     ends = (
@@ -209,8 +209,8 @@ Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
 """A sequence, the tokens that one step sampled for it, and the log-probability of each token."""
 MANY = 4
-"""If a sequence feeds at least this many tokens in a step, every model uses its attention kernel
-for many rows. For fewer tokens, a model may use another kernel.
+"""Sequences that feed at least this many tokens in a step are computed by the attention kernel for
+many rows. For fewer tokens, a model may use another kernel.
 """
 
 
@@ -346,8 +346,8 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     for scoring.
 
     Each proposed token is a row of its own, and all rows of a sequence use the same row of the slot
-    table. Each row is computed as if the rows before it had been fed in earlier steps. The results
-    have the same bits if the kernel computes each row separately.
+    table. A row's result is the same as if the rows before it had been fed in earlier steps. Even
+    the bits are the same if the kernel computes each row separately.
     """
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:

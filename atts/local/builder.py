@@ -107,7 +107,7 @@ def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
 
 
 def prefix_tree(config: WorkerConfig) -> PrefixTree:
-    """Return an empty prefix tree that limits the memory of the logits that it stores."""
+    """Return an empty prefix tree with a limit on the memory for stored logits."""
     most = _LOGITS_BYTES // (4 * config.model.vocabulary)
     return PrefixTree(max(1, min(_MOST_LOGITS, most)))
 
@@ -121,7 +121,7 @@ def choose_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
 ) -> tuple[NativeModel | TorchModel, str]:
     """Build the model with native kernels if they are available and allowed, else with torch.
-    Return also a note to the user about the kernel, which may be an empty string.
+    Also return a note to the user about the kernel, which may be an empty string.
     """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     rounds = config.options.scores == "bfloat16"

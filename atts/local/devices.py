@@ -117,7 +117,9 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
 
 
 def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
-    """Return the size of the pair's other engine if it will be loaded onto this device, or None."""
+    """Return the size of the other engine of a draft-target pair if it will be loaded onto this
+    device; else None.
+    """
     room = config.room
     if room is None or room.other is None:
         return None
@@ -145,8 +147,8 @@ def allocate_cache(
 ) -> Tensor:
     """Allocate a KV cache filled with zeros, [layers, 2, slots + 2, kv_heads, head_dim].
 
-    The engine's options set the number of slots, or else `default_tokens`. While memory does not
-    suffice, the number is halved, down to `least`.
+    The engine's options set the number of slots, or else `default_tokens`. If memory does not
+    suffice, the number is halved again and again, down to `least`.
 
     :raises OutOfMemory: there is no room for a single context, or for a single rollout if its
         length is known.

@@ -83,8 +83,8 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunDemand:
-    """The resources that a run needs: room for its rollouts in flight, and for the other engine of
-    the pair.
+    """The resources that a run needs: cache for its rollouts in flight, and memory for the other
+    engine of the draft-target pair.
     """
 
     rollouts: int
@@ -97,8 +97,8 @@ class RunDemand:
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return the run's requirements on the cache of `model`, and on the memory for the other
-        engine.
+        """Return the run's needs with this model: cache for its rollouts in flight, and memory for
+        the other engine.
 
         :raises EngineError: the other model's configuration cannot be read.
         """

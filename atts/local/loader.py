@@ -80,8 +80,8 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
 
 
 def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
-    """Return a copy of the weights with one more field filled in, `groups`. It has the joined
-    attention weights of each group of up to `size` layers.
+    """Return a copy of the weights with the field `groups` filled in: the joined attention weights
+    of each group of up to `size` layers.
     """
     groups = [
         joined(weights.layers[layers.start : layers.stop], config)
@@ -91,9 +91,9 @@ def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
-    """Return the first layer, with the attention weights of all these layers joined. Each layer's
-    norm weights are multiplied into its query, key and value matrix, so that all layers can share
-    one norm.
+    """Join the attention weights of these layers, and return a layer with these and the first
+    layer's other weights. Each layer's norm weights are multiplied into its query, key and value
+    matrix, so that all layers can share one norm.
     """
     first = layers[0]
     sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
@@ -140,8 +140,8 @@ _UNKNOWN = (
     "layer_replication",
     "target_parameters",
 )
-"""Adapter settings that atts does not support, because such an adapter is more than a product of
-two matrices.
+"""Adapter settings that atts does not support. It supports only adapters that add a product of two
+matrices to a weight matrix.
 """
 _SERVE = (
     "Merge the adapter into its base model (peft: merge_and_unload, save_pretrained) and add the "
@@ -617,7 +617,7 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
 
 def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
     """Return the names and row counts of a layer's query, key and value matrices, and those of its
-    gate and up matrices. Return also the new order of the query, key and value rows, which follows
+    gate and up matrices. Also return the new order of the query, key and value rows, which follows
     `head_order`.
     """
     heads = config.num_heads
@@ -772,7 +772,7 @@ class _TensorReader:
         self, config: ModelConfig, key: str, size: int, order: Tensor | None = None
     ) -> Tensor | None:
         """Read the weights of a norm, or return None if the model has no such norm. If `order` is
-        given, reorder the features of each head by it.
+        given, put the features of each head in this order.
         """
         if not key or not size:
             return None
@@ -785,7 +785,7 @@ class _TensorReader:
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
         """Read the matrices of these projections, and stack their rows into one matrix. If `rows`
-        is given, reorder the rows by it.
+        is given, put the stacked rows in this order.
         """
         whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
         return _in_order(whole, rows)

@@ -145,8 +145,8 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     min-p.
 
     The result is [batch, vocabulary] in float64, and its rows sum to 1. Top-k also keeps all tokens
-    that are as likely as the k-th best token. In a greedy row (temperature 0), the best token has
-    probability 1. If several tokens are equally good, the first of them has it.
+    that are as likely as the k-th best token. In a greedy row (temperature 0), the most likely
+    token has probability 1; in a tie, this is the first of the tied tokens.
     """
     greedy = sampling.temperature <= 0
     scale = torch.where(greedy, 1.0, sampling.temperature)

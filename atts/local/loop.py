@@ -342,7 +342,7 @@ class StepLoop:
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
         """Return for each chunk the scores of its tokens: log-probabilities, or negative entropies
-        if the request wants them. If the request's suffix ends in the chunk, return also the logits
+        if the request wants them. If the request's suffix ends in the chunk, also return the logits
         after the suffix.
         """
         targets: list[int] = []
@@ -415,8 +415,8 @@ class StepLoop:
         return ended is None
 
     def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
-        """Return the score of the first token of each suffix for which the logits before this token
-        are cached.
+        """Return the score of each suffix's first token. Suffixes are left out if the logits before
+        this token are not cached.
         """
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
@@ -529,8 +529,8 @@ class DrawnTokens(NamedTuple):
 
 
 def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Iterator[DrawnTokens]:
-    """Sample a token at every position of the chunks whose request also wants a completion. The
-    random numbers are those that the completion would use at these positions.
+    """Sample a token at every position of the chunks whose request also wants a completion. Each
+    position uses the same random number as an ordinary sampling request.
     """
     row = 0
     for chunk in chunks:

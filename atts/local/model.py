@@ -408,8 +408,8 @@ def _rotations(rope: Rope, rows: int) -> Tensor:
 
 
 def apply_rope(rows: Tensor, rotations: Tensor) -> Tensor:
-    """Apply a rotary embedding: rotate each pair of adjacent features by a product of complex
-    numbers.
+    """Apply a rotary embedding: treat each pair of adjacent features as a complex number, and
+    multiply it by its rotation.
     """
     pairs = torch.view_as_complex(rows.float().reshape(*rows.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(rows.dtype)

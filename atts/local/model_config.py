@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def rules(self) -> Family:
-        """Return the properties of the model's family."""
+        """Return the properties in which the model's family differs from Llama."""
         return FAMILIES[self.family]
 
     @property

@@ -120,8 +120,8 @@ class EngineSize:
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, least: int) -> EngineSize:
-        """Return the size of a model with this data type, whose cache has room for at least `least`
-        tokens.
+        """Return the memory needs of a model with this data type. Its cache must have room for at
+        least `least` tokens.
         """
         item = ITEM_SIZES[dtype]
         count = model.matrix_weights
@@ -142,8 +142,8 @@ class EngineShare:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The requirements of a run on an engine's cache, and on the memory for the other engine of the
-    pair.
+    """The needs of a run: cache for its rollouts in flight, and memory for the other engine of the
+    draft-target pair.
     """
 
     rollouts: int  # number of rollouts in flight at once
@@ -156,12 +156,12 @@ class Room:
 
     @property
     def most_tokens(self) -> int:
-        """Return the number of tokens if all rollouts in flight reach their largest length."""
+        """Return the number of cached tokens if every rollout in flight has its largest length."""
         return self.rollouts * self.tokens
 
     @property
     def alone(self) -> Room:
-        """Return these requirements without memory for the other engine."""
+        """Return a copy that reserves no memory for the other engine."""
         return replace(self, other=None)
 
 
@@ -198,8 +198,8 @@ def _on_card(
 
 
 def cards_for(weights: int, card: float) -> int:
-    """Return how many GPUs of `card` bytes each are needed for these weights, rounded up to a power
-    of two. Only 90 % of each GPU's memory counts.
+    """Return how many GPUs are needed to store `weights` bytes, rounded up to a power of two. Each
+    GPU has `card` bytes, of which 90 % are used for weights.
     """
     count = 1
     while weights / count > 0.9 * card:

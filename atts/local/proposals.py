@@ -239,8 +239,8 @@ class Proposals:
             )
 
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
-        """Cut a proposal to the requested number of tokens, and before the first token that the
-        target lacks or that ends the text.
+        """Cut a proposal to the requested number of tokens. Also cut it before the first token that
+        ends the text or is not in the target's vocabulary.
         """
         tokens = proposal.tokens[: ask.room]
         known = next(

@@ -120,8 +120,8 @@ class Scheduler:
             self._release(sequence, cache=cache)
 
     def shrink(self) -> bool:
-        """Halve the largest number of tokens per step and the number of running sequences. If steps
-        cannot get smaller, restore the full size of steps and return False.
+        """Halve the largest number of tokens per step, and preempt the younger half of the running
+        sequences. If the limit is already one token, restore the full limit and return False.
         """
         if self._chunk_tokens <= 1:
             # Steps cannot get smaller, and even such a step failed. So the full size is restored.
@@ -250,7 +250,7 @@ class Scheduler:
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return how many of a waiting request's ids need not be computed."""
+        """Return how many ids at the start of a waiting request need not be computed."""
         return match.length
 
     def _num_reusable(self, sequence: Sequence, match: PrefixMatch) -> int:
@@ -349,7 +349,7 @@ class Scheduler:
         return True
 
     def _has_plenty(self) -> bool:
-        """Return whether `_SLOT_RUN` slots can be freed for every running sequence."""
+        """Return whether every running sequence could get `_SLOT_RUN` more slots."""
         return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:

@@ -195,7 +195,7 @@ class FixedLength(Lengths):
     tokens: int
 
     def choose(self, plan: StepPlan) -> list[int]:
-        """Return the fixed number for each decoding sequence."""
+        """Return the same fixed proposal length for each decoding sequence."""
         return [self.tokens] * len(plan.decoding)
 
 
@@ -305,7 +305,7 @@ class Model(Protocol):
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
         """Return the log-probability of one token per row, without computing the logits of all rows
-        at once. Return also the logits of `kept_rows`, which must be in ascending order.
+        at once. Also return the logits of `kept_rows`, which must be in ascending order.
         """
         ...
 

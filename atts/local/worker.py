@@ -68,8 +68,8 @@ class OpenLoops:
         self._sent = ShareCores(0, 0)
 
     def register(self, send: Callable[[Command], None]) -> int:
-        """Add a loop and return the number of open loops. Also report the new numbers of loops to
-        the other loops.
+        """Add a loop and return the number of open loops. Also send the new numbers of open and
+        busy loops to the other loops.
         """
         with self._lock:
             self._requests[send] = set()
@@ -86,7 +86,7 @@ class OpenLoops:
                 self._report()
 
     def begin(self, send: Callable[[Command], None], request_id: int) -> None:
-        """Count a request that is about to be sent to a loop. Ignore a loop that has left."""
+        """Count a request that is about to be sent to a loop. Do nothing if the loop was removed."""
         with self._lock:
             if send in self._requests:
                 self._requests[send].add(request_id)

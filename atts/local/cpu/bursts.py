@@ -77,7 +77,7 @@ class MultiStep:
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
         """Run a burst and return each sequence's tokens: at most `turns`, and the same number for
-        all. If the step has prefills, return also the logits after the burst's first step; else an
+        all. If the step has prefills, also return the logits after the burst's first step; else an
         empty tensor.
         """
         sequences, temperatures, ends = self._kept

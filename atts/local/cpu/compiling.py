@@ -33,13 +33,13 @@ Build = Callable[[Path], None]
 """
 _BUILDING = "atts-build-"
 _STALE_SECONDS = 600.0
-"""Age in seconds from which build folders are deleted. A build takes only seconds, so a process
-that left such a folder was killed.
+"""Age in seconds after which a build folder is deleted. A build takes only seconds, so an older
+folder was left behind by a process that was killed.
 """
 
 
 def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
-    """Load the library with this key from the cache, or build it. Return also a description of any
+    """Load the library with this key from the cache, or build it. Also return a description of any
     problem with the cache, or an empty string.
 
     :raises UnsupportedByEngine: the library can neither be loaded nor built.
@@ -202,7 +202,7 @@ def tunings() -> tuple[Tuning, ...]:
 def native_library(
     engine: str, config: ModelConfig, tuning: Tuning = "native"
 ) -> tuple[ctypes.CDLL, str]:
-    """Load the compiled kernels from the cache, or compile them. Return also a description of any
+    """Load the compiled kernels from the cache, or compile them. Also return a description of any
     problem with the cache, or an empty string.
 
     :raises UnsupportedByEngine: there is no compiler, the build fails, or the kernels do not

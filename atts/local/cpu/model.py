@@ -727,8 +727,8 @@ class NativeModel:
     def _drawing(
         self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
     ) -> _Sampling:
-        """Return the C structure that describes a draw. The kernels write the drawn tokens to
-        `tokens`.
+        """Return the C structure with the arguments of a sampling call. The kernels write the
+        sampled tokens to `tokens`.
         """
         return _Sampling(
             num_rows=len(temperatures),

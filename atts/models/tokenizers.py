@@ -1,5 +1,5 @@
-"""Tokenizers of models that convert text to ids and back exactly, and a search for stop strings
-across tokens.
+"""Tokenizers of models, which convert strings to ids and back exactly, and a search for stop
+strings that span several tokens.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return how many of the first `pieces` can be added before a stop string is complete.
+        """Return how many pieces at the start of `pieces` can be added before one completes a stop
+        string.
 
         This does not change the matcher.
         """

@@ -201,8 +201,8 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Call the inner engine with the fault that was chosen for this call, and return the
-        answer.
+        """Choose a fault for this call, call the inner engine, and return its answer with the fault
+        applied.
         """
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")

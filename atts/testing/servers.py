@@ -149,7 +149,7 @@ class BlockCache:
         return count
 
     def keep(self, ids: TokenIds) -> None:
-        """Store the prefixes of these ids as computed."""
+        """Mark the prefixes of these ids as cached."""
         self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
 
 
@@ -239,8 +239,8 @@ class ServerCall:
     async def sample(
         self, request: SampleRequest, rid: str = "", *, spoil: bool = True
     ) -> Completion:
-        """Return the engine's completion with the number of cached tokens. Unless `spoil` is false,
-        it has the fault of this call.
+        """Return the engine's completion and its number of cached tokens. If `spoil` is true,
+        corrupt the completion as this call's fault requires.
 
         :raises Aborted: the request was aborted before it was finished.
         """
@@ -256,8 +256,8 @@ class ServerCall:
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
-        """Score the ids from `start` on. Return these ids and their scores, with the fault of this
-        call.
+        """Score the ids from `start` on. Return the scored ids and their scores, corrupted as this
+        call's fault requires.
 
         :raises Aborted: the request was aborted before it was finished.
         """
@@ -313,8 +313,8 @@ class ServerCall:
         return row | {"max_model_len": self.state.context_length}
 
     def tokens(self, name: str) -> dict[str, Any]:
-        """Return the reply of /tokenize; `name` is the field of the request that contains the
-        string.
+        """Return the reply of /tokenize; `name` is the field of the request with the string to
+        encode.
         """
         tokens = self.state.engine.tokenizer.encode(self.body[name])
         return {"tokens": tokens, "count": len(tokens)}
@@ -755,7 +755,7 @@ _DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
 
 
 def props(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /props, in which llama.cpp reports facts about the server."""
+    """Answer GET /props, llama.cpp's route for facts about the server."""
     state = call.state
     return {
         "default_generation_settings": {"n_ctx": state.context_length},
@@ -868,7 +868,7 @@ def tags(call: ServerCall) -> dict[str, Any]:
 
 
 def show(call: ServerCall) -> dict[str, Any]:
-    """Answer POST /api/show, in which Ollama reports facts about a model."""
+    """Answer POST /api/show, Ollama's route for facts about a model."""
     _check_model(call)
     return {
         "model_info": {"toy.context_length": call.state.context_length},
@@ -931,7 +931,7 @@ OLLAMA_ROUTES = Routes(
 
 
 def server_info(call: ServerCall) -> dict[str, str | None]:
-    """Answer GET /server_info, in which SGLang reports facts about the server."""
+    """Answer GET /server_info, SGLang's route for facts about the server."""
     model = call.state.model
     quirks = call.state.quirks
     algorithm = None if quirks.speculation == "off" else "STANDALONE"
@@ -1296,7 +1296,7 @@ _ROUTES: dict[ServerDialect, Routes] = {
 
 
 def routes_of(dialect: ServerDialect) -> Routes:
-    """Return a dialect's routes, as the function that answers each path."""
+    """Return a dialect's routes: the function that answers each path."""
     return _ROUTES[dialect]
 
 

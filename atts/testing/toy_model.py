@@ -336,7 +336,9 @@ class ReadingState:
         return other
 
     def take(self, kind: str, payload: int) -> None:
-        """Update the state with one word, number, mark or newline of the assistant's text."""
+        """Update the state with one unit of the assistant's text: a word, a number, a mark or a
+        newline.
+        """
         phase = self.phase
         if kind == "newline":
             self._break_line(phase)
@@ -583,7 +585,7 @@ class Skill:
     - `typical`: a wrong step makes the most common error of this step. With a high value, samples
       often have the same errors, which surprise a scorer less.
     - `repair`: after a wrong value, the next step corrects it.
-    - `wander`: a step contains no sum.
+    - `wander`: a step in a question of medium hardness contains no sum.
     - `fluency`: at a high value, the likeliest phrases are even likelier.
     - `verbosity`: the mean number of filler words per phrase.
 
@@ -747,8 +749,8 @@ class ToyModel:
     def _choice(
         self, options: Mapping[str, float], state: ReadingState, total: float
     ) -> list[tuple[str, float]]:
-        """Return alternative phrases with probabilities that sum to `total`. The higher the
-        `_firmness`, the likelier the likeliest phrase.
+        """Return alternative phrases with probabilities that sum to `total`. The higher `_firmness`
+        is, the more of the total the likeliest phrase gets.
         """
         power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options.items()]
@@ -772,11 +774,10 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return, for each filler word, how well each filler word follows it, as preferences from 0 to
-    1.
+    """Return preferences from 0 to 1 for the filler word that follows each filler word.
 
-    The last number of a row is the preference for any filler word at all. The row with the key -1
-    is for the start of a phrase.
+    The row of a word has one preference for each next filler word. Its last number is the
+    preference for any filler word at all. The row with the key -1 is for the start of a phrase.
     """
     size = len(FILLERS) + 1
     rows = {
@@ -790,8 +791,8 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """Return the factor by which a question's hardness multiplies how often steps are wrong. It is
-    about 1 for medium hardness.
+    """Return the factor by which a question's hardness multiplies the rates of wrong steps and of
+    steps without a sum. It is about 1 for medium hardness.
     """
     return (question.hardness + 0.5) / (MOODS / 2)
 

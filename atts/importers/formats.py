@@ -132,7 +132,7 @@ def number_of(row: Row, *names: str) -> float | None:
 
 def count_of(row: Row, *names: str) -> int | None:
     """Return the first of the named fields that holds a finite number, as an integer. Return None
-    if that number is negative or has a fraction, or if all fields lack a number.
+    if that number is negative or not whole, or if no field holds a number.
     """
     value = number_of(row, *names)
     return int(value) if value is not None and value >= 0 and value == int(value) else None
@@ -253,8 +253,8 @@ class _Grade:
 
 
 def _content(value: Any) -> str:
-    """Return the text of a message. The message is a string, or a list of parts or of messages, of
-    which only the user's are kept.
+    """Return the text of a message. A message is a string, a list of content parts, or a list of
+    chat messages. Of the chat messages, only the user's are used.
     """
     if isinstance(value, str):
         return value

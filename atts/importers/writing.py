@@ -464,8 +464,8 @@ def _manifest(
 
 
 def _origin(made: Imported, options: ImportOptions) -> str:
-    """Return a note that says where the run's rollouts come from, and for how many of them tokens,
-    durations and costs are known.
+    """Return a note that says where the run's rollouts come from. It also says for how many of the
+    rollouts the other tool recorded token counts, durations and costs.
     """
     counts = {"tokens": made.with_tokens, "seconds": made.with_seconds, "costs": made.with_dollars}
     known = [f"the {name} of {counted(count, 'rollout')}" for name, count in counts.items()]
@@ -568,8 +568,8 @@ class _ProblemWriter:
     def _verdict(
         self, problem: Problem, sample: ForeignSample, answer: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on a rollout, and the rule by which it was reached. Return None if the
-        tool recorded no verdict and the problem has no reference answer.
+        """Return the verdict on a rollout, and the name of the rule that decided it. Return None if
+        the tool recorded no verdict and the problem has no reference answer.
         """
         if sample.is_correct is not None and self._grades == "recorded":
             status: VerdictStatus = "correct" if sample.is_correct else "wrong"
@@ -581,7 +581,9 @@ class _ProblemWriter:
         return ("wrong", "no answer") if answer is None else self._own(problem, answer)
 
     def _own(self, problem: Problem, answer: str) -> tuple[VerdictStatus, str]:
-        """Return atts's own verdict on an answer and its rule. Verdicts are cached by answer."""
+        """Return atts's own verdict on an answer, and the name of the rule that decided it.
+        Verdicts are cached by answer.
+        """
         if answer not in self._verdicts:
             verdict = judge(problem, answer)
             self._verdicts[answer] = _WORDS[verdict.status], verdict.rule
@@ -604,8 +606,8 @@ class _ProblemWriter:
         usage: Usage,
         errors: Sequence[str],
     ) -> None:
-        """Hold the vote over the rollouts' answers, and write the verdict on the winner and the
-        problem's outcome.
+        """Count the votes for the rollouts' answers, then write the verdict on the winning answer
+        and the problem's outcome.
         """
         votes = tally(
             [Ballot(answers[number]) for number in sorted(answers)],
@@ -632,7 +634,8 @@ class _ProblemWriter:
     def _vote_verdict(
         self, problem: Problem, winner: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on the answer that won the vote, and its rule.
+        """Return the verdict on the answer that won the vote, and the name of the rule that decided
+        it.
 
         If the other tool graded this answer, use the verdict that it gave most often. Otherwise
         atts judges the answer. Return None if the problem has no reference answer to judge by.
@@ -649,8 +652,9 @@ def _is_whole_text(sample: ForeignSample) -> bool:
     """Return whether the recorded answer is the whole text that the model wrote after its
     reasoning.
 
-    The scorers `match` and `includes` of inspect_ai record this, because they search the whole text
-    for the reference. The comparison ignores case, because some scorers change it.
+    The scorers `match` and `includes` of inspect_ai record the whole text as the answer, because
+    they search it for the reference. The comparison ignores case, because some scorers change the
+    case.
     """
     if sample.answer is None:
         return False

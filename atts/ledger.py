@@ -427,7 +427,7 @@ class Account:
         """Wait until the caps leave room for a call. Calls in flight make room when they spend less
         than they reserved.
 
-        For a call that can never fit, the wait does not end. Instead, `exhausted` returns, and its
+        If the call can never fit, this method waits forever. `exhausted` then returns, and its
         caller ends the run or request.
         """
         while True:
@@ -567,7 +567,7 @@ class LedgerFile:
         self._rewrite()
 
     def reserve(self, name: str, most: Amount) -> int:
-        """Write a reservation to the file, and return the number by which it is settled."""
+        """Write a reservation to the file, and return its number, which `settle` needs."""
         self._number += 1
         self._write(_line("reserve", name, self._number, most))
         self._open[self._number] = name, most
@@ -588,8 +588,8 @@ class LedgerFile:
         self._kept.setdefault(name, Spending())
 
     def merge(self, name: str) -> None:
-        """Add this account's sum to the common sum of all accounts without their own, because the
-        account will not be continued.
+        """Add this account's sum to the common sum of all accounts that have no sum of their own.
+        The account will not be continued.
         """
         self._others.add(self._kept.pop(name, Spending()))
 

@@ -1,7 +1,7 @@
 """Functions that open a run directory for writing under a lock, or read a directory that may be
 damaged or unfinished.
 
-The runs of a sweep also share engine replies in a file, so that an equal call is made only once.
+The runs of a sweep also share engine replies in a file, so that the same call is made only once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
     If another process has the lock, raise an error. If `wait` is true, wait for the lock instead.
 
     :raises JournalLocked: another process has locked the file.
-    :raises StorageError: the file cannot be made, or is a link.
+    :raises StorageError: the file cannot be created, or is a link.
     """
     with held(path, directory, wait=wait) as handle:
         with storage(path):
@@ -66,9 +66,9 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
 def is_held(path: Path) -> bool:
     """Return True if a running process of this machine has locked the lock file.
 
-    If the process named in the file is running, the function briefly tries to lock the file. If
-    that process has ended, the function does not try, so that it cannot disturb a new writer that
-    starts meanwhile.
+    The file names the process that locked it. If that process has ended, return False without
+    trying to lock the file, because even a brief lock could disturb a new writer. Otherwise, try to
+    lock the file for a moment.
     """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
@@ -88,8 +88,8 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
-    """Lock a file for this process only, without changing its content. Create the file if it is
-    missing.
+    """Lock a file so that no other process can lock it, without changing its content. Create the
+    file if it is missing.
 
     A run locks its journal in addition to its lock file, because a user may delete the lock file.
 
@@ -301,8 +301,8 @@ class RecordedRun:
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """Return, for each run inside a merged run except the first, the number of its first
-        session. The result is empty if the run was not merged.
+        """Return the session numbers at which the second and later parts of a merged run begin. The
+        result is empty if the run was not merged.
         """
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
@@ -315,7 +315,7 @@ class RecordedRun:
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
         """Return the run's state: summaries of its finished problems, its number of sessions, and
-        its seconds.
+        its seconds of work.
         """
         state = RunState()
         for entry in self.entries(kinds):
@@ -336,8 +336,8 @@ class RecordedRun:
                 yield event
 
     def nodes(self) -> Iterator[CallSpan]:
-        """Yield every engine call that was not recalled as a node of the task graph, with times in
-        seconds on the run's clock.
+        """Yield every engine call that was not answered from the journal, as a node of the task
+        graph. Times are in seconds on the run's clock.
         """
         clock = RunClock()
         for entry in self.entries((CallSpan,)):
@@ -494,10 +494,10 @@ class SharedReply(NamedTuple):
 
 class SharedReplies:
     """Engine replies that several runs share. The replies are in a file; only their index is in
-    memory.
+    memory. Only one process may add replies.
 
-    Only one process may add replies. The file only saves engine calls, because each run's journal
-    is complete without it. So a damaged record, and all records after it, are simply ignored.
+    Each run's journal is complete without the file, which only avoids repeated engine calls. So a
+    damaged record, and all records after it, are simply ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -587,8 +587,8 @@ class SharedReplies:
 
 
 def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
-    """Return the key under which the reply to a request is shared. `engine` is the engine's
-    description in the manifest, and `key` is the request's key.
+    """Return the key under which the file of shared replies stores the reply to a request. `engine`
+    is the engine's description in the manifest, and `key` is the request's key.
 
     The result also depends on `logprobs`, because the reply to a request that does not need
     log-probabilities may lack them.
@@ -598,5 +598,5 @@ def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> byt
 
 
 def run_number(name: str) -> int:
-    """Return the number by which the file of shared replies identifies a run."""
+    """Return the number that identifies a run in the file of shared replies."""
     return zlib.crc32(name.encode())

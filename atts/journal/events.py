@@ -185,7 +185,7 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     """A sampling call of an engine finished.
 
     `key` is a hash of the request. When a resumed run repeats the request, it finds this event by
-    the key. `rollout` is the request's rollout hint; calls with the same hint continue the same
+    the key. `rollout` is copied from the request; calls with the same `rollout` continue the same
     text. `seconds` is the duration of the call.
     """
 
@@ -221,7 +221,7 @@ class Scored(_Event, frozen=True, tag="scored"):
 
 
 class CallFailed(_Event, frozen=True, tag="call-failed"):
-    """An engine call failed in a way after which the pipeline may continue.
+    """An engine call failed, but with a kind of error after which the pipeline may continue.
 
     `error` is the name of a class in `atts.errors`, and `text` is the complete error message.
     """
@@ -241,8 +241,8 @@ class Decided(_Event, frozen=True, tag="decided"):
     after it scored the chunk ("score"), or for a whole round ("round").
 
     `features` are the values that the gate received in addition to the score. A preview with the
-    action "verify" only requests the score. It is recorded only if the gate gave the score request
-    a number (`issue`).
+    action "verify" only requests the score. It is recorded only if the gate gave this request a
+    number, which is stored as `issue`.
     """
 
     decision: Decision
@@ -295,7 +295,7 @@ class Measured(_Event, frozen=True, tag="measured"):
 
 
 COMPARED = "compared"
-"""The warning code under which the result of a comparison with an earlier run is recorded."""
+"""Code of the warning that records the result of a comparison with an earlier run."""
 
 
 class Drifted(_Event, frozen=True, tag="drift"):

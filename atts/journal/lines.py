@@ -107,7 +107,7 @@ _NO_CALLS = _OpenTurn()
 
 
 class OpenRecords:
-    """Prompts, calls and decisions of earlier lines to which later lines may refer. Only data of
+    """Prompts, calls and decisions from earlier lines that later lines may refer to. Only data of
     open problems is kept.
 
     A turn refers to its decision and to the calls that wrote its chunks. A rollout refers to the
@@ -124,7 +124,7 @@ class OpenRecords:
         self.turns: dict[str, dict[int, _OpenTurn]] = {}
 
     def note(self, event: Event) -> None:
-        """Store what later lines may refer to in this event, and drop data that is no longer
+        """Store the data of an event that later lines may refer to, and drop data that is no longer
         needed.
         """
         match event:
@@ -181,7 +181,7 @@ def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
 
 
 def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRecords) -> Event:
-    """Return the short form of an event, which is what its line contains."""
+    """Return the short form of an event, as its line stores it."""
     match event:
         case Sampled(completion=whole):
             span = second if isinstance(second, CallSpan) else None
@@ -234,7 +234,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
 
 
 def _completed(event: Event, records: OpenRecords) -> Event:
-    """Return the event of a line with the fields filled in that the line leaves out.
+    """Return the event of a line, after filling in the fields that the line leaves out.
 
     :raises ValueError: the line refers to an earlier line that does not exist.
     """
@@ -323,7 +323,9 @@ def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
 
 
 def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
-    """Return the chunk that a turn's line contains, or to whose call the line refers."""
+    """Return a chunk of a turn. The turn's line contains the chunk itself, or refers to the call
+    that wrote it.
+    """
     if written.call is None:
         ids = written.ids
         text = written.text
@@ -344,8 +346,8 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
 
 
 class LineWriter:
-    """A writer that converts events to numbered lines with chained checksums. Its first line
-    continues the chain after the last line that a reader has read.
+    """A writer that converts events to numbered lines with chained checksums. To
+    append to a journal, it continues the numbers and checksums of the lines that a reader has read.
     """
 
     def __init__(self, number: int = 0, crc: int = 0, records: OpenRecords | None = None) -> None:
@@ -665,8 +667,8 @@ _NOTED: frozenset[type[Event]] = frozenset(
 
 
 class LineReader:
-    """A reader of a journal. It keeps in memory only one line, and the data to which later lines
-    may refer.
+    """A reader of a journal. It keeps in memory only one line and the data that later lines may
+    refer to.
     """
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
@@ -680,8 +682,8 @@ class LineReader:
         self._kinds = kinds
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event in order, except that of an incomplete last line, which a killed
-        process may leave.
+        """Yield every event in order. A killed process may leave an incomplete last line, which is
+        ignored.
 
         If `kinds` is given, only events of these kinds and session openings are yielded. The
         checksums of other lines are checked, but these lines are decoded only if a yielded event

@@ -424,18 +424,20 @@ class OpenProblem:
         self._failures.clear()
 
     def _settle(self, hint: str) -> None:
-        """Keep the failed calls with this rollout hint, because their rollout has continued."""
+        """Move a rollout's failed calls to its recorded calls, because the rollout has continued
+        after them. `hint` is the `rollout` value of these calls.
+        """
         for failure in self._failures.pop(hint, ()):
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """Yield the decision that an event completes, with True if the chunk was escalated. Most events
-    yield nothing.
+    """Yield the gate's decision and whether its chunk was escalated, if the event completes a
+    decision. Most events yield nothing.
 
-    If the gate judges single chunks, a decision is complete when the journal records the action
-    that followed, and this action is yielded. If the gate judges whole rounds, the decision itself
-    says whether the chunk was escalated.
+    If the gate judges single chunks, an `Observed` event completes the decision, and says whether
+    the chunk was really escalated. If the gate judges whole rounds, the `Decided` event says so
+    itself.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated

@@ -289,8 +289,8 @@ class SequentialComparison:
 
 
 RecallTiming = Literal["instant", "recorded"]
-"""When a call returns whose reply an earlier session recorded: "instant" means at once, and
-"recorded" means after the time that the call took in the earlier session.
+"""The time at which a call returns if an earlier session recorded its reply. "instant": at once.
+"recorded": after as many seconds as the call took in the earlier session.
 
 "recorded" is for tests with a simulated clock. The whole run, including finished problems, is
 repeated without engines and with the same schedule. So even decisions that depend on the order of
@@ -805,8 +805,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record again the turns that replace an earlier session's turns, if this session did not
-        repeat those.
+        """Record this session's turns up to index `end`, from the first recorded turn that it did
+        not repeat. They replace the turns that an earlier session recorded.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)
@@ -830,7 +830,7 @@ def _timeless(turn: Turn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
-    """The recorded steps of one problem, from which calls are recalled, and the recorder for new
+    """The recorded steps of one problem, which answer repeated calls, and the recorder for new
     calls.
     """
 
@@ -965,8 +965,8 @@ class RecordedRoundGate:
 
 
 def replay_event(gate: Gate, event: Decided | Observed) -> None:
-    """Repeat one recorded call of a gate. After all recorded calls, repeated in order, the gate has
-    the state that it had in the earlier session.
+    """Repeat one recorded call of a gate. After all recorded calls have been repeated in order, the
+    gate has the same state as in the earlier session.
     """
     decision = event.decision
     if isinstance(event, Observed):
@@ -1087,8 +1087,8 @@ class EngineCalls:
     recorded nor counted against caps. The caller opens and closes the given engine; the engine's
     spec must not change in between.
 
-    :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
-    :raises EngineTimeout: by the same methods: the reply did not come in time.
+    :raises BadReply: in `sample` and `score`: the reply contradicts itself or the request.
+    :raises EngineTimeout: in the same methods: the reply did not come in time.
     """
 
     def __init__(
@@ -1331,12 +1331,11 @@ class EngineCalls:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return how many tokens an earlier session requested in this call: the largest recorded
-        `max_tokens` up to that of `request`. All other fields of the recorded request must be the
-        same.
+        """Return the largest `max_tokens`, up to that of `request`, with which an earlier session
+        recorded this request. All other fields of the recorded request must be the same.
 
-        The result is 0 if no such request was recorded, or if recalled calls do not return at once.
-        The record stays available, because the call itself needs it later.
+        The result is 0 if no such request was recorded, or if recorded replies are not returned at
+        once. The record stays available, because the call itself needs it later.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0
@@ -1359,8 +1358,8 @@ class EngineCalls:
         return self._log.recorded.calls.get(request_key(self._role, request))
 
     def stats(self) -> EngineStats:
-        """Return the engine's counters. They include neither recalled calls nor calls that ended
-        before they reached the engine.
+        """Return the engine's counters. They include neither calls answered from the journal nor
+        calls that ended before they reached the engine.
         """
         return self._engine.stats()
 
@@ -1503,11 +1502,12 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
 
 
 class SharingEngine(EngineAround):
-    """An open engine that may answer a request with the reply that another run of the same set got.
+    """An open engine that shares replies with other runs of the same set. It may answer a request
+    with a reply that another of these runs received.
 
     Seeds depend on the run's seed, the problem, the sample and the turn. So if two runs send the
     same request to the same model, they would get the same reply anyway. If a server is not
-    deterministic, the shared reply is still a draw from the model's distribution. So only the
+    deterministic, the shared reply is still a sample from the model's distribution. So only the
     request decides whether a reply may be reused.
     """
 

@@ -262,8 +262,8 @@ class RunSpec:
         return {role: self.specs[role].model for role in self.roles}
 
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
-        """Return the outcome. If the scores of its chunks are unlike the stored scores, add a
-        warning to it.
+        """Return the outcome, with a warning added if the scores of its chunks are unlike the
+        stored scores.
         """
         if self.domain is None:
             return outcome
@@ -280,8 +280,8 @@ class RunSpec:
         `problems` is a sequence. The problems are counted if they have a length.
 
         :raises UnsupportedByEngine: an engine lacks an ability that the policy or the gate needs.
-        :raises FingerprintError: the plan abstains by a threshold from problems that were labelled
-            under other settings.
+        :raises FingerprintError: the plan's threshold for abstaining comes from problems that were
+            labelled under other settings.
         """
         check_engines(self.policy, self.gate, self.draft.spec, self.target.spec)
         count = None
@@ -619,7 +619,7 @@ class _Run:
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
         """Solve all problems that are left, and return the result. In the run's first session, also
-        record `doubt` and other warnings.
+        record warnings: `doubt`, and those of the plan and the engines.
         """
         began = anyio.current_time()
         proposed = speculated_by(self._plan.target)

@@ -58,7 +58,7 @@ class ProgressSnapshot:
 
     `rate` is the fraction of judged chunks that were escalated, with an interval clustered by
     problem. `accuracy` is the fraction of problems whose vote is correct. Each interval is valid at
-    one moment that was fixed in advance, but not at every moment of the run together.
+    one moment that was chosen in advance, but the intervals of all moments are not valid together.
     """
 
     state: RunState
@@ -124,7 +124,8 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Throughput:
-    """Token counts of one flow: the total of all calls, and that of the calls that ended recently.
+    """Token counts for one kind of token: the total of all calls, and the total of the calls that
+    ended recently.
 
     Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS` or,
     if a recent call took longer, over the duration of the longest recent call. Otherwise a call of

@@ -84,7 +84,7 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
     >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
     {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
 
-    :raises OptionError: a name that is not a name of a condition.
+    :raises OptionError: a name is not the name of a condition.
     """
     of_models = [f"{role}.{name}" for role in get_args(Role) for name in _SPEC]
     of_policy = [f"{part}.{field.name}" for part, kind in _POLICY.items() for field in fields(kind)]
@@ -199,7 +199,7 @@ class Abstain:
             raise FingerprintError("the labelled run", differences, _ADVICE_TO_LABEL)
 
     def applied(self, outcome: Outcome) -> Outcome:
-        """Return the outcome; if too few votes agree, without its answer."""
+        """Return the outcome, with its answer removed if too few votes agree."""
         threshold = self.found.threshold
         if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:
             return outcome
@@ -473,9 +473,8 @@ class RunResult:
         """Return the statistics of the run as a dictionary for JSON, in which undefined numbers
         (NaN) are None.
 
-        The dictionary also contains, where they exist, the cost, the comparison with an earlier
-        run, and the speculation counters. The same holds for the results of selection, synthesis
-        and abstention.
+        If available, it also contains the cost, the comparison with an earlier run, the speculation
+        counters, and the results of selection, synthesis and abstention.
         """
         plain = self.summary.as_json()
         if self.cost is not None:

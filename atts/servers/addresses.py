@@ -203,7 +203,7 @@ def _chat_path(path: str) -> tuple[str, str]:
     """Split a URL's path into the base path of the chat API and the model name.
 
     The base path ends with an API version such as "v1", and the rest is the model name. A path
-    without a version is all model name, and the base path is "/v1".
+    without a version is only a model name, and the base path is "/v1".
 
     >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
     (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))

@@ -376,7 +376,7 @@ class ChatDialect(TextDialect, Rater):
         """Return the HTTP call for a completion; see `Dialect.sample_call`.
 
         :raises UnsupportedByEngine: top_k or min_p is set, but the setting `extras` does not allow
-            to send them.
+            sending them.
         """
         sampling = request.sampling
         body = self._head(request.ids)

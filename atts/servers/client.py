@@ -421,8 +421,8 @@ async def _whole(
 
 
 class _Body:
-    """The part of a reply's body that has arrived so far, decompressed. `flaw` describes the first
-    problem found, or is empty.
+    """The part of a reply's body that has arrived so far, decompressed. `flaw` says why the body
+    must be rejected; it is empty if nothing is wrong.
     """
 
     def __init__(self, most: int, inflater: Any) -> None:
@@ -493,8 +493,9 @@ def _is_asyncio() -> bool:
 def _error_words(error: BaseException) -> str:
     """Return a readable message for a connection error.
 
-    If the error or a cause of it has a system error number, this is the operating system's message.
-    Otherwise it is the error's class with the first message in the chain of causes.
+    If the error or one of its causes has a system error number, return the operating system's
+    message. Otherwise return the name of the error's class and the first message in its chain of
+    causes.
     """
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:

@@ -271,8 +271,9 @@ class RemoteEngine(BaseEngine):
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
         """Send a request, and return its answer only if the server is still known to be the same.
 
-        The server is checked again before the request after some time or a pause, and after the
-        request if a connection was lost.
+        The server is checked before the request if the last check or the last request was long ago.
+        It is checked after the request if a connection was lost or a reply named another model. A
+        shorter check follows after every `recheck_requests` answers.
         """
         watch = self._watch
         assert watch is not None, "the engine must be open"
@@ -306,8 +307,8 @@ class RemoteEngine(BaseEngine):
         return result
 
     async def _recheck(self, doubts: int) -> None:
-        """Check the server again, unless another task has just done so. Concurrent callers wait for
-        one check.
+        """Check the server again, unless another task has just done so. Concurrent callers wait
+        for the same check.
         """
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
@@ -518,7 +519,7 @@ async def find_dialect(client: Client, name: str) -> Dialect:
 
 
 async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
-    """Request the server's identity in the way of its dialect.
+    """Request the server's identity with the requests of its dialect.
 
     :raises UnsupportedByEngine: if the server has another dialect, or lacks the model.
     """

@@ -1,6 +1,4 @@
-"""Tests of a server's capabilities, which also record the values that reveal a later change of the
-server.
-"""
+"""Tests of a server's capabilities, and later checks that the server has not changed."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """Error for a server whose tokenizer gives other ids for the same text than atts's
-    tokenizer.
-    """
+    """Error for a server whose tokenizer returns other ids for a text than atts's tokenizer does."""
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -74,7 +70,7 @@ class OtherTokenizer(FingerprintError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one test of a server, with what the test saw."""
+    """The result of one test of a server, with a description of what the test saw."""
 
     name: str
     answer: Answer
@@ -87,8 +83,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The results of all tests of a server, and the values that reveal a later change of its
-    model.
+    """The results of all tests of a server, and measured values that show later whether its model
+    has changed.
     """
 
     findings: tuple[Finding, ...]
@@ -108,7 +104,7 @@ class Known:
     """
     fingerprint: tuple[float, ...] = ()
     """Log-probs of a test text, as `ServerProbe.fingerprint` returned them when the engine opened.
-    Other values later reveal another model.
+    If they differ at a later check, the server has another model.
     """
 
 
@@ -135,7 +131,7 @@ class ServerProbe:
         """Run the tests of all capabilities that the server's dialect claims.
 
         :raises FingerprintError: if the server has another tokenizer.
-        :raises EngineError: if a request fails without which no other test is possible.
+        :raises EngineError: if a request fails that all other tests depend on.
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         if self._dialect.speaks == "text":
@@ -201,8 +197,8 @@ class ServerProbe:
         """Return log-probs that differ between models, so that another model under the same name is
         detected.
 
-        A server that can score scores a fixed text. Any other server continues a text full of
-        mistakes, and its log-probs of the continuation are used.
+        If the server can score, they are the scores of a fixed text. Otherwise the server continues
+        a text full of mistakes, and they are the log-probs of the continuation.
         """
         if not isinstance(self._dialect, Scorer):
             prefix = self._prompt + tuple(self._tokenizer.encode(_MISTAKES))
@@ -238,9 +234,9 @@ class ServerProbe:
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
         """Test that the model writes text, and return the text.
 
-        If the model reasons first and the server hides the reasoning, a few tokens give no text. If
-        the model rejects temperature 0, temperature 1 is used. In both cases the model gets more
-        tokens, and the result is None.
+        If the server hides the model's reasoning, the first few tokens contain no text. Then the
+        model gets more tokens, and the result is None. The same happens at temperature 1 if the
+        model rejects temperature 0.
         """
         sampling = _GREEDY
         try:

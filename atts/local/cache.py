@@ -144,8 +144,8 @@ class PrefixTree:
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
-        """Find the longest cached prefix of the first `limit` ids, searching below node `after` or
-        else below the root. If the prefix ends inside a node, this node is split.
+        """Find the longest cached prefix of the first `limit` ids, searching below node `after`, or
+        below the root if `after` is None. If the prefix ends inside a node, this node is split.
         """
         self._clock += 1
         node = after or self._root

@@ -64,8 +64,8 @@ def dtype_of(config: WorkerConfig) -> torch.dtype:
 
 
 def check_room(config: WorkerConfig, device: torch.device) -> None:
-    """Check, before anything is loaded, that a GPU has enough free memory for the weights and
-    caches that will be loaded onto it.
+    """Check, before anything is loaded, that a GPU has enough free memory for the weights. Also
+    check that caches for one rollout fit, if its length is known and `kv_tokens` is not set.
 
     :raises OutOfMemory: the GPU has too little room; the message advises options that fit.
     """

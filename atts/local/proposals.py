@@ -209,8 +209,9 @@ class Proposals:
         return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
-        """Remove the proposals from a step that failed, so that it can be tried again. With
-        `shorten`, because memory ran out, also limit the length of later proposals.
+        """Remove the proposals from a step that failed, so that it can be tried again. If `shorten`
+        is true, because memory ran out, limit later proposals to half of the longest one in this
+        step.
         """
         self._is_timed = False
         if shorten:

@@ -196,7 +196,7 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
 
 
 def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> float:
-    """Return P(lost - won <= net) for n problems.
+    """Return the probability that at most `net` more problems are lost than won, of n problems.
 
     The two runs differ on a share `differing` of the problems. The expected share of lost problems
     exceeds the expected share of won problems by epsilon. Each problem adds -1, 0 or 1 to the sum.
@@ -378,9 +378,10 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
 
 
 def _with_choice(outcome: Certificate, share: float) -> Certificate:
-    """Return the outcome with its cheapest certified policy.
+    """Return the outcome with the cheapest certified policy in `chosen`.
 
-    If no policy is certified, `needed` is at least one more than the number of problems tested.
+    If no policy is certified and `needed` is known, it is raised to at least one more than the
+    number of problems tested.
     """
     chosen = _cheapest(outcome.tested)
     needed = outcome.needed
@@ -406,8 +407,8 @@ def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) 
 def _chains(
     candidates: Sequence[Candidate], epsilon: float, delta: float
 ) -> tuple[list[list[Candidate]], float]:
-    """Check the candidates; return them by gate, each gate's from the highest rate down, and each
-    gate's share of delta.
+    """Check the candidates; return one list per gate, sorted from the highest rate down. Also
+    return the share of delta that each gate gets.
     """
     if not candidates:
         raise CalibrationInputError("candidates", [], "at least one policy")
@@ -469,9 +470,9 @@ class Abstention:
     withheld.
 
     `threshold` is None if no threshold can be certified. In this case `needed` is the estimated
-    number of problems for a certificate, or None if no number suffices. `answered` and `wrong` are
-    numbers of labelled problems at the certified threshold. If no threshold is certified, they
-    belong to the threshold that needs the fewest additional problems.
+    number of problems for a certificate, or None if no number suffices. `answered` and `wrong`
+    count labelled problems at the certified threshold. If no threshold is certified, they belong to
+    the threshold that needs the fewest additional problems.
     """
 
     risk: float
@@ -503,7 +504,7 @@ class Abstention:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A confidence threshold, with its numbers of answered and of wrongly answered problems."""
+    """A confidence threshold with its counts of answered problems and of wrong answers."""
 
     threshold: float
     answered: int
@@ -515,11 +516,13 @@ def certify_abstention(
 ) -> Abstention:
     """Certify the lowest threshold at which the share of wrong answers is at most `risk`.
 
-    The guarantee holds with probability `kept` over the labelled problems. Each problem has one
-    confidence in [0, 1] and one label; a problem without an answer has confidence nan. Given the
-    number of answered problems, the number of wrong answers is binomial, so the p-value of each
-    threshold is exact. The thresholds are multiples of 1/20. They are tested from 1 down and from
-    0.6 down until a test fails, so their order does not depend on the data.
+    The guarantee holds with probability `kept` over the random choice of the labelled problems.
+    Each problem has one confidence in [0, 1] and one label; a problem without an answer has
+    confidence nan. Given the number of answered problems, the number of wrong answers is binomial,
+    so the p-value of each threshold is exact.
+
+    The thresholds are multiples of 1/20. One sequence of tests goes down from 1 and another from
+    0.6, each until a test fails. The order of the tests therefore does not depend on the data.
 
     :raises CalibrationInputError: if there are no problems, a confidence is outside [0, 1], or
         `risk` or `kept` is outside (0, 1).
@@ -565,8 +568,8 @@ def certify_abstention(
 def _steps_down(
     confidences: NDArray[np.float64], is_wrong: NDArray[np.bool_], start: int
 ) -> Iterator[_Step]:
-    """Yield the numbers of answered and wrong problems at each threshold, from `start` twentieths
-    down to 0.
+    """Yield the counts of answered problems and of wrong answers at each threshold, from `start` /
+    20 down to 0 in steps of 1/20.
     """
     for twentieths in range(start, -1, -1):
         # The comparison is False for NaN, so a problem with confidence NaN counts as not answered.

@@ -40,7 +40,7 @@ def exact_rate(rate: object, what: str = "rate") -> Fraction:
     """Return the rate as the exact fraction of its decimal form: 0.4 becomes 2/5.
 
     With floats, rounding can make a rank such as ceil((n + 1)(1 - rate)) wrong by one. For rates
-    such as 0.01, 0.02 and so on, this happens for 231 of the numbers n below 400.
+    such as 0.01, 0.02 and so on, this happens for 231 values of n below 400.
 
     :raises CalibrationInputError: naming the rate as `what`, if it is not a number in [0, 1].
 
@@ -70,10 +70,10 @@ def check_fraction(name: str, value: float) -> None:
 class RateCheck:
     """A realised rate compared with the nominal rate.
 
-    `standing` is "held" if the rate is inside `coin`, which contains 95 % of the rates of
-    independent coins. It is "left" if the rate is outside `band`. This interval contains 99 % of
-    the rates of on-target runs whose questions vary as much as here. A gate that works is therefore
-    called off target once in 100 runs. Between the two intervals `standing` is "unclear".
+    `standing` is "held" if the rate is inside `coin`, the interval that contains 95 % of the rates
+    of independent coins. It is "left" if the rate is outside `band`, and otherwise "unclear".
+    `band` contains 99 % of the rates of on-target runs, if the rate varies between their questions
+    as much as here. A gate that works is therefore called off target once in 100 runs.
     """
 
     standing: Standing

@@ -42,8 +42,8 @@ _PROBLEM_STEP = 0.016
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The expected number of decisions until a run ends, and the deficit that is allowed at its
-    end.
+    """The expected number of decisions left in a run, and the deficit of escalations that is
+    allowed when the run ends.
     """
 
     left: float = math.inf  # number of remaining decisions of the run, including the next decision
@@ -95,10 +95,12 @@ class Adaptive(Controller):
     any sequence. With d decisions taken but not yet observed, the bound is (max(rate, 1 - rate) +
     (d + 1) step) / (step * T).
 
-    A small step would remove a deficit too slowly. If the number of remaining decisions is roughly
-    known, the rate moves far enough that half of them remove the deficit beyond a slack. If at
-    least that half is really taken, the final sum of errors is within one decision of the slack,
-    for any sequence. Each decision that is missing from that half adds at most max(rate, 1 - rate).
+    With a small step alone, a deficit or surplus of escalations would shrink too slowly. If the
+    number of remaining decisions is roughly known, the rate therefore moves further. It moves far
+    enough to remove the deficit, except for an allowed slack, in half of the remaining decisions.
+    If at least this half is really taken, the final sum of errors is within one decision of the
+    slack, for any sequence. Each decision that is missing from this half adds at most max(rate, 1 -
+    rate).
     """
 
     __slots__ = ("_level", "_step")
@@ -145,10 +147,10 @@ class Feedback(Controller):
     turn and of the whole run.
 
     A deficit is a running sum of (rate - escalated), and each kind of deficit has its own gain.
-    `order` weighs agreement with earlier decisions on the same question and turn. A chunk should be
-    escalated if it is worse than escalated siblings, and accepted if it is better than accepted
-    siblings. If the absolute deficit of the question reaches `limit`, it alone decides. So for any
-    scores this deficit is at most one more than `limit`.
+    `order` is the gain for a comparison with siblings: earlier chunks of the same question and
+    turn. It favours escalating a chunk that is worse than escalated siblings, and accepting a chunk
+    that is better than accepted siblings. If the absolute deficit of the question reaches `limit`,
+    only this deficit decides. So for any scores it is at most one more than `limit`.
     """
 
     __slots__ = (

@@ -139,7 +139,8 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
 
 
 def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool]:
-    """Return a truth value per question: True if its first `depth` scores are all different.
+    """Return one boolean per question: True if its first `depth` scores are all different.
+
     Questions with fewer scores are left out.
     """
     return [len(set(scores[:depth])) == depth for scores in questions if len(scores) >= depth]
@@ -391,22 +392,23 @@ def _joint_rank(*statistics: Floats) -> float:
 
 
 def _distances(scores: Floats) -> Floats:
-    """Return the distances between all rows, with the scaled squares of the normal scores as
-    further columns: [points, points].
+    """Return the distance between each pair of rows of normal scores: [points, points].
 
-    The squares make an energy distance sensitive to scale as well as to location.
+    The scaled squares of the scores are added as columns. They make an energy distance sensitive to
+    scale as well as to location.
     """
     points = np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
     return np.asarray(np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2)), float)
 
 
 def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions: int) -> Floats:
-    """Return the log likelihood ratio of each run that a row of `weights` describes.
+    """Return the log likelihood ratio of several runs, each of which has `questions` questions.
 
-    A row of `weights` weighs the rows of `scores`, for a run of `questions` questions. The ratio
-    compares a fixed mixture of normal distributions with a normal fit of `reference`. The mixture
-    has other means, widths and correlations. If scores are not normal, the test detects less but
-    raises no more false alarms, because ratios are compared only with those of simulated runs.
+    A row of `weights` describes one run: it says which fraction of the run's questions has each row
+    of `scores`. The ratio compares a fixed mixture of normal distributions with a normal fit of
+    `reference`. The mixture has other means, widths and correlations. If scores are not normal, the
+    test detects less but raises no more false alarms, because ratios are compared only with those
+    of simulated runs.
     """
     centre = reference.mean(axis=0)
     width = np.maximum(reference.std(axis=0), _FLAT)
@@ -450,8 +452,8 @@ def _spread(widths: Floats, ties: Floats) -> Floats:
 
 
 def _terms(means: Floats, spreads: Floats) -> Floats:
-    """Return the coefficients with which `_moments` give each normal distribution's log density, up
-    to a constant.
+    """Return coefficients of each normal distribution: their product with `_moments` is the log
+    density. A constant common to all distributions is left out.
     """
     precise = np.linalg.inv(spreads)
     pull = np.einsum("lij,lj->li", precise, means)
@@ -491,7 +493,7 @@ class DomainCheck:
 
     The question's mean score is ranked among the means of the stored questions; before that, each
     score is limited to a cap. If the question is exchangeable with the stored questions, its
-    conformal p-value is at most `LEVEL` with at most that probability. The check does not detect a
+    p-value is at most `LEVEL` with probability at most `LEVEL`. The check does not detect a
     question of another domain if its scores are similar.
     """
 
@@ -906,8 +908,8 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
 
 
 def _half_split_spread(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
-    """Return how much the rate in one half of the questions varies, at the threshold of the other
-    half, as a standard deviation.
+    """Return the standard deviation of the escalation rate in one half of the questions, at the
+    threshold computed from the other half. The halves are random.
 
     This estimates the uncertainty of the threshold without a model of how scores cluster. The
     estimate is slightly too large, because each half has only half of the questions.

@@ -99,7 +99,8 @@ class Facts:
         """Return the text of the bound that holds for any sequence: now, or at the end of a run of
         known length.
 
-        The text is empty if the bound says nothing, because too few decisions were taken.
+        The text is empty if too few decisions were taken for the bound to exclude any rate from 0
+        to 1.
         """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
@@ -119,14 +120,14 @@ class Facts:
 
     @property
     def aci_likely(self) -> str:
-        """Return the text of the 95 % bound on the rate of mode "aci"; empty if the bound says
-        nothing.
+        """Return the text of the 95 % bound on the rate of mode "aci"; empty if the bound excludes
+        no rate.
 
         This assumes exchangeable scores. Each decision shrinks the deficit by a share g, and adds a
         martingale difference of range 1. So the deficit is sub-Gaussian, with variance proxy v' =
         (1 - g)^2 v + 1/4 after the decision (Hoeffding's lemma). If g is the step, v is below its
         fixed point, 1 / (4 (2 step - step^2)). If g is two divided by the number of decisions left,
-        v is below left / 12 + 1/4 beyond the slack.
+        v is below left / 12 + 1/4 for the part of the deficit above the slack.
         """
         if math.isfinite(self.left):
             whole = self.decided + self.left
@@ -146,7 +147,7 @@ class Facts:
 
     @property
     def aci_promise(self) -> str:
-        """Return the texts of both bounds of mode "aci"; a bound that says nothing is left out."""
+        """Return the text of both bounds of mode "aci". A bound that excludes no rate is left out."""
         parts: list[str] = []
         if self.aci_likely:
             parts.append(
@@ -182,8 +183,8 @@ class Facts:
 
     @property
     def draw(self) -> str:
-        """Return a sentence with the interval that contains the long-run rate at these stored
-        scores.
+        """Return a sentence with the 90 % interval of the long-run escalation rate, given the
+        effective number of stored scores.
         """
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))

@@ -33,8 +33,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageJudge:
-    """A linear model that predicts the gain from an escalation, and how much a gate with this
-    prediction gains over a coin.
+    """A linear model that predicts the gain from an escalation, and its measured gain over a coin.
 
     The gain over a coin is a difference per chunk. It is the gain from escalating the share `rate`
     with the best predictions, minus the gain from escalating as many random chunks. The gain is
@@ -111,7 +110,8 @@ def fit_judge(
     seed: int = 0,
     fingerprint: Mapping[str, object] | None = None,
 ) -> AdvantageJudge:
-    """Fit a ridge regression of gains on standardised features, and compare it with a coin.
+    """Fit a ridge regression of gains on standardised features, and measure its gain over random
+    escalation.
 
     In the cross-validation, each penalty is chosen on training problems only. The problems on which
     the gain is measured influence neither the judge nor the penalty.
@@ -168,7 +168,9 @@ def cross_validated(examples: Examples, seed: int = 0) -> list[float]:
 def gain_over_coin(
     predicted: Floats, gains: Floats, groups: NDArray[np.int64], rate: float, seed: int
 ) -> tuple[float, float, float]:
-    """Return the gain per chunk of a gate that ranks by these predictions, compared with a coin.
+    """Return how much accuracy per chunk a gate with these predictions gains over random
+    escalation.
+
     The result includes a 95 % interval.
     """
     generator = np.random.default_rng(seed)

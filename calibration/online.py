@@ -855,7 +855,9 @@ def rate_metrics(
 
 
 def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
-    """Return the root mean square of the rate's error over bins of turns, weighted by decisions."""
+    """Return the root mean square of the rate's error over the ranges of turns in `TURN_BINS`. Each
+    range is weighted by its number of decisions.
+    """
     total = 0.0
     for low, high in TURN_BINS:
         inside = (turns >= low) & (turns <= high)

@@ -126,7 +126,7 @@ class WeightedRank(NamedTuple):
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Return the rank of the score among the stored scores of both ranks together."""
+        """Return the rank of the score in the union of two pools, given its rank in each."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )

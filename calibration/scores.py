@@ -81,7 +81,7 @@ class Scale:
 def plain_number(what: str, value: object, expected: str = "a number") -> float:
     """Return any real number as a float, including NumPy numbers.
 
-    :raises CalibrationInputError: naming the value as `what`, if it is not a number; texts and
+    :raises CalibrationInputError: naming the value as `what`, if it is not a number; strings and
     booleans are refused.
     """
     if not isinstance(value, (bool, str, bytes)):

@@ -302,8 +302,7 @@ def unmarked(text: str) -> int:
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
-    """Return the value after the last mark that a value follows, such as "Answer: 5"; None without
-    such a mark.
+    """Return the value after the last mark such as "Answer:" that has a value; None without one.
 
     The result is "" if the text breaks off inside the value.
     """

@@ -111,7 +111,7 @@ class Benchmark:
 
     @classmethod
     def unknown(cls, source: str) -> Benchmark:
-        """Return an entry without hub copies, for a source that is not a known benchmark."""
+        """Return a `Benchmark` without hub copies, for a source that is not a known benchmark."""
         return cls(Path(source).stem, "", 0, kind=None)
 
 

@@ -30,7 +30,7 @@ _trial = threading.local()
 
 @contextmanager
 def without_asking() -> Generator[list[str]]:
-    """Answer this thread's questions to sympy only from the cache while the block runs.
+    """Use only cached replies of sympy in this thread while the `with` block runs.
 
     The block gets a list that collects every question without a cached reply.
     """

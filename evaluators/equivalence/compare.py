@@ -634,10 +634,8 @@ class Comparer:
             self.prober.positive = frozenset()
 
     def evaluated(self, gold: Node, answer: Node) -> bool:
-        """Compare the values of two expressions.
-
-        Different values still count as equal within the tolerance, or if one is a long decimal that
-        rounds the other.
+        """Compare the values of two expressions. Different values still count as equal within the
+        tolerance, or if one is a long decimal to which the other rounds.
         """
         if "huge" in (gold.kind, answer.kind):
             return self.ruled("exact", False)

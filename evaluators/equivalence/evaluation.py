@@ -161,8 +161,11 @@ def remainder(node: Node, modulus: int) -> int | None:
 
 
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
-    """Return the exact rule of a function whose only rational value is `value` at the point `at`,
-    as for cos at 0.
+    """Return a function that evaluates cos, ln or the like exactly: it returns `value` for the
+    argument `at`.
+
+    For any other argument it raises NotRational, so that the caller can approximate the value. The
+    logarithm of 0 raises Undefined.
     """
 
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
@@ -363,9 +366,11 @@ class Arithmetic:
 def _smooth(
     name: str, slope: Callable[[Any, Number], Number]
 ) -> Callable[[Arithmetic, Approx], Approx]:
-    """Return a rule that computes a function of mpmath.
+    """Return a function that applies the mpmath function `name` and gives the result an error
+    bound.
 
-    `slope` is the derivative of the function, from which the rule estimates how the error grows.
+    `slope` estimates the size of the derivative, which tells how much an error in the argument
+    grows.
     """
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:

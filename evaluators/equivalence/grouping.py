@@ -61,8 +61,8 @@ def group(
     unless this would join different answers. For example, 10 and 0.1 stay in two classes, even if
     10 % is among the answers. The classes do not depend on the order of the answers.
 
-    Time grows nearly linearly with the number of answers. Each answer gets keys from its value. If
-    there are many different answers, only those that share a key are compared.
+    Time grows nearly linearly with the number of answers. If there are many different answers, only
+    those that share a lookup key are compared. The keys are computed from the answers' values.
 
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
@@ -91,8 +91,8 @@ def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool
 
 
 class _Classes:
-    """A grouper of answers. Answers with the same strong key form a class; comparisons then merge
-    classes.
+    """A builder of classes of equal answers. Answers with the same strong key start in one class;
+    comparisons then merge classes.
 
     The order of the comparisons depends only on the answers' texts.
     """
@@ -124,10 +124,11 @@ class _Classes:
         return {text: merged[index] for text, index in index_of.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Merge classes that share a loose key, if all pairs of their first texts are equal. Return
-        the new index of each class.
+        """Merge classes whose answers are equal, and return the new index of each class.
 
-        If there are only a few classes, they need not share a key.
+        Only classes that share a loose key are compared, unless there are few classes. Each class
+        is compared by its first text. Merged classes are merged further only if all pairs of their
+        first texts are equal.
         """
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
@@ -156,10 +157,10 @@ class _Classes:
 
 
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
-    """Return the pairs of answers to compare, as indices.
+    """Return the pairs of indices of answers that should be compared.
 
-    The answers of a pair share a loose key, or one is a decimal that may be the other answer
-    rounded.
+    The two answers share a loose key, or one is a decimal that the other may round to. If very many
+    answers share a key, only the first four are paired with all others.
     """
     pairs: set[tuple[int, int]] = set()
     for token, indices in loose.items():
@@ -177,7 +178,9 @@ _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge",
 
 
 class Keys:
-    """A factory of keys for answers. Answers that may be equal have a common key."""
+    """A maker of lookup keys, which are strings. Answers with the same strong key are equal, and
+    answers that may be equal share a loose key.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -210,8 +213,8 @@ class Keys:
     def loose(self, reading: Reading) -> frozenset[str]:
         """Return the loose keys of an answer. Answers that may be equal share at least one.
 
-        A key that ends in "<" belongs to a decimal. It matches the same key with ">" at the end,
-        which belongs to a value that the decimal may round.
+        A key that ends in "<" belongs to a decimal. It counts as shared with an exact value that
+        may round to the decimal, whose key ends in ">".
         """
         phrases = {reading.squashed, unframed(reading.squashed)} - {""}
         keys = {"text:" + phrase for phrase in phrases}
@@ -222,7 +225,7 @@ class Keys:
         return frozenset(keys)
 
     def tokens(self, node: Node) -> set[str]:
-        """Return the loose keys of one tree, except those for rounded values.
+        """Return the loose keys of one tree, except those of `near`.
 
         Keys that cannot be computed are left out.
         """
@@ -251,9 +254,10 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """Yield keys from the value of a tree, with each variable set to a fixed integer.
+        """Yield loose keys made from the value of a tree, with each variable set to a fixed
+        integer.
 
-        Further keys leave out a percent or degree sign, a unit or a base.
+        Further keys ignore a percent or degree sign, a unit or a base.
         """
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
@@ -286,11 +290,11 @@ class Keys:
             yield "constants:" + written(prober.value(minus(*ends)))
 
     def near(self, node: Node) -> set[str]:
-        """Return keys with five digits of a value, by which decimals are matched with the values
-        that they may round.
+        """Return lookup keys for a value, rounded to five digits.
 
-        A decimal gets keys for itself and for its two neighbours with five digits. A value that a
-        decimal may round gets one key.
+        A decimal and an exact value that rounds to it share a key, except for the final "<" of
+        decimals or ">" of exact values. A decimal also gets the keys of its two neighbours with
+        five digits.
         """
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
@@ -304,8 +308,8 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """Return the value of a node that is a decimal, or that a decimal may round; None for any
-        other node.
+        """Return the value of a decimal, or of a number such as 1/3 that has no finite decimal
+        expansion. The result is None for any other node.
         """
         with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
@@ -315,9 +319,10 @@ class Keys:
         return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
-        """Return a set with one key, which has three digits of each entry of a collection.
+        """Return a set with one lookup key for a collection, in which numbers are rounded to three
+        digits.
 
-        The set is empty if no entry is a decimal or may be rounded to one.
+        The set is empty if no entry is a decimal or a number without a finite decimal expansion.
         """
         sizes = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in sizes):
@@ -329,10 +334,10 @@ class Keys:
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
     def relation_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of a relation.
+        """Yield the loose keys of a relation.
 
-        Some are the keys of the value that the relation names or states. Another key is the same
-        for all equations that differ only by a factor.
+        They include the keys of a value that the relation states, such as 5 for x = 5. Another key
+        is the same for all equations that differ only by a factor.
         """
         value = named(node).value
         if value.kind != "relation":

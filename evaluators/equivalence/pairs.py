@@ -69,7 +69,8 @@ def arbitrary(names: frozenset[str]) -> frozenset[str]:
 
 
 def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield variants of the two answers in which their arbitrary constants are chosen alike.
+    """Yield variants of the two answers whose arbitrary constants have the same names or are
+    removed.
 
     If the two trees of any variant are equal, the answers are equal up to their arbitrary
     constants. Most answers give no variant, because a letter is an arbitrary constant only in three
@@ -469,7 +470,8 @@ def _unread(one: Reading, two: Reading) -> Verdict:
     """Return the verdict on two answers of which at least one could not be parsed.
 
     They are equal if they are the same phrase. They are different if one of them cannot be an
-    answer, or if its words deny a value.
+    answer, or if it negates its value and the other has a value. Different short phrases, such as
+    names, are different too. Any other pair is unscored.
     """
     problem = one.problem or two.problem
     assert problem is not None

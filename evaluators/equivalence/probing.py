@@ -67,8 +67,8 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 
 
 def _demand(node: Node) -> tuple[int, Node]:
-    """Return the domain that a node requires of variables, as an index of `_RANKS`, and the subtree
-    whose variables it restricts.
+    """Return the domain to which a node restricts variables, as an index of `_RANKS`, and the
+    subtree that contains these variables.
     """
     if node.kind == "func":
         is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
@@ -171,8 +171,8 @@ def _switches(node: Node) -> Iterator[Node]:
 
 
 def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
-    """Yield the sizes of the constants in the trees, and numbers derived from them, such as square
-    roots and quotients.
+    """Yield the absolute values of the constants in the trees, and numbers derived from them, such
+    as square roots and quotients.
     """
     sizes: dict[Fraction, None] = {}
     has_logarithm = False

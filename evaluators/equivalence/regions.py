@@ -394,8 +394,9 @@ def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
 def reparametrised(prober: Prober, one: Family, two: Family) -> Node | None:
     """Return the value of the second family, expressed with the parameter of the first family.
 
-    The second parameter is replaced by a linear function of the first, so that an entry of both
-    values agrees. The result is None if this function does not map the parameter's set onto itself.
+    The second parameter is replaced by the linear function of the first that makes one pair of
+    entries equal. If this function cannot be found, the parameter is only renamed. The result is
+    None if the function does not map the parameter's set onto itself.
     """
     (name,) = one.names
     (other,) = two.names

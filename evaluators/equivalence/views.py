@@ -451,8 +451,8 @@ def free(node: Node, other: Node) -> Node:
 
 
 def implied(node: Node, other: Family) -> Family | None:
-    """Return an answer as a family whose parameter is in the same set as the other answer's
-    parameter.
+    """Return an answer such as "k pi" as a family that takes its parameter's set from the other
+    answer.
 
     The result is None unless the answer's only letter usually stands for an integer, such as k.
     """
@@ -495,8 +495,7 @@ def unframed(phrase: str) -> str:
 
 
 def spelt(node: Node) -> str | None:
-    """Return the spelling by which words and products of letters are compared; None for other
-    trees.
+    """Return the string that is compared for a word or a product of letters; None for other trees.
 
     Case matters only if a capital follows a small letter, as in NaCl.
     """
@@ -754,8 +753,8 @@ def terminates(value: Fraction) -> bool:
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Return True if one node is a decimal with enough digits that rounds or truncates the other
-    node's value.
+    """Return True if one node is a decimal with enough digits that results from rounding or
+    truncating the other node's value.
 
     The other value must not have a finite decimal expansion.
     """

@@ -169,8 +169,8 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
 
 
 def _whole(problem: Votes) -> float:
-    """Return the share of correct samples in the class that wins the vote of all samples; for tied
-    classes, the average of their shares.
+    """Return the accuracy of a vote of all samples: the share of correct samples in the winning
+    class. For tied classes, the shares are averaged.
     """
     most = max(problem.sizes, default=0)
     winners = [
@@ -180,8 +180,8 @@ def _whole(problem: Votes) -> float:
 
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
-    """Return the expected share of correct samples in the class that wins a vote of k samples, for
-    problems with n > k samples.
+    """Return, for each problem, the expected share of correct samples in the class that wins a vote
+    of k samples. Each problem has n > k samples.
     """
     rows = [
         (at, label)
@@ -209,15 +209,15 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
 
 
 def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
-    """Return the expected share of the win that a class gets in a vote of k of n samples, for each
-    class in `sizes`.
+    """Return the probability that a class wins a vote of k of n samples, for each class size in
+    `sizes`. A tie counts as a fraction of a win.
 
-    The class has `sizes` of the n samples; the other classes are its rivals. In one vote, its share
-    is 1 / (1 + number of tied rivals), or 0 if a rival has more of the k samples.
+    The class has `sizes` of the n samples; the other classes are its rivals. In one vote, the class
+    gets 1 / (1 + number of tied rivals), or 0 if a rival has more of the k samples.
 
     The result is exact, although the subsets of k samples are not enumerated. For each number j of
     samples drawn from the class, the generating function of the rivals is evaluated at roots of
-    unity. The share 1 / (ties + 1) is the integral of w^ties over [0, 1], which Gauss-Legendre
+    unity. The fraction 1 / (ties + 1) is the integral of w^ties over [0, 1], which Gauss-Legendre
     nodes compute exactly.
 
     Each sample is drawn with probability k/n, on the condition that k samples are drawn in total.
@@ -491,7 +491,7 @@ def gain_over_coin(
 
 def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
     """Return two arrays for each question that has both wrong and correct rollouts: the scores of
-    wrong ones' chunks and of correct ones' chunks.
+    the wrong rollouts' chunks and of the correct rollouts' chunks.
 
     A missing score (NaN) is the worst, because a gate escalates a chunk without a score.
     """
@@ -510,8 +510,8 @@ def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
 
 
 def _share_escalated(wrong: Floats, right: Floats, rate: float) -> float:
-    """Return how many chunks of wrong rollouts are escalated if the share `rate` of all chunks with
-    the worst scores is.
+    """Return how many chunks of wrong rollouts are among the escalated chunks, if the share `rate`
+    of all chunks is escalated, worst scores first.
 
     If several chunks have the score at the limit, a fraction of each is counted.
     """

@@ -815,7 +815,7 @@ class Parser(Stream):
 
     def phrase_before(self) -> Node | None:
         """Parse the words before a value. Neutral words are skipped, and other known words become
-        its name.
+        the value's name.
         """
         phrase: list[str] = []
         while self.is_kind("word", "unit"):

@@ -137,8 +137,8 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The replacements of one stage of rewriting, in order, and the indices of the replacements
-    that each mark allows.
+    """One stage of rewriting: its replacements in order, and for each mark the indices of the
+    replacements to try in a text that contains this mark.
     """
 
     steps: list[Step]

@@ -170,8 +170,8 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """Return the half-width of the interval of on-target rates, given how much the rate varies
-    between questions.
+    """Return how far an on-target run's rate may be from the nominal rate, given how much the rate
+    varies between questions.
 
     Decisions on one question are correlated, so each question counts as one observation. The
     standard error is that of a ratio of two sums over questions (Cochran, "Sampling Techniques",

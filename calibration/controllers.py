@@ -213,10 +213,10 @@ class Feedback(Controller):
         return 1 / (1 + math.exp(-logit))
 
     def _inversions(self, nonconformity: float, question: str, turn: int) -> int:
-        """Compare this chunk with chunks of the same question and turn that were decided before.
+        """Return how many escalated siblings have a better score than this chunk, minus how many
+        accepted siblings have a worse score.
 
-        Return the number of escalated ones with a better score than this chunk, minus the number of
-        accepted ones with a worse score.
+        Siblings are earlier decided chunks of the same question and turn.
         """
         siblings = self._siblings.get((question, turn))
         if siblings is None:

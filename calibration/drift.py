@@ -184,7 +184,7 @@ class QuestionSample:
     @property
     def half(self) -> int:
         """Return how many of a question's first scores are averaged in `early`: half of the usual
-        number, rounded up.
+        number of scores per question, rounded up.
         """
         return max(1, math.ceil(self.size / 2))
 

@@ -176,8 +176,8 @@ class Facts:
     def question_bound(self) -> float:
         """Return the bound on the sum of errors of each question, for any sequence.
 
-        At the limit, every decision reduces the deficit whatever the score, so the sum of errors
-        passes the limit by one decision at most.
+        Once the deficit reaches the limit, every decision reduces it, whatever the score. So the
+        sum of errors exceeds the limit by one decision at most.
         """
         return self.tuning.limit_at(self.rate) + 1
 

@@ -103,10 +103,10 @@ def inner(content: str) -> str:
 
 
 def last_group(complete: list[Box], text: str) -> list[str]:
-    """Return the content of the last nonempty box, and of the boxes before it that the text joins
-    to it.
+    """Return the content of the last nonempty box, and of the boxes before it that belong to the
+    same answer.
 
-    Boxes are joined if only a comma or a word such as "and" is between them. Placeholders, and
+    Boxes belong together if only a comma or a word such as "and" is between them. Placeholders, and
     boxes after a word such as "not", are skipped. Repeated contents are returned once.
     """
     group: list[str] = []

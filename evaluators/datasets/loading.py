@@ -68,7 +68,9 @@ class Selection:
 
 
 def split_slice(name: str) -> tuple[str, Selection]:
-    """Split a name such as "math500[:100]" into the name and a selection of the slice."""
+    """Split a name such as "math500[:100]" into the name without its slice and a `Selection` of
+    this slice.
+    """
     match = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
     if not match:
         return name, Selection()

@@ -89,8 +89,8 @@ class Estimate:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
-        """Return this estimate, and record `best` as the estimate if all unscored problems were
-        correct.
+        """Return a copy of this estimate that also records `best`, the estimate if all unscored
+        problems were correct.
         """
         if not unscored:
             return self

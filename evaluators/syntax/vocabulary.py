@@ -194,8 +194,8 @@ def _combined(parts: list[tuple[Measure, int]]) -> Measure:
 
 
 def _defined(text: str, known: dict[str, Measure]) -> Measure:
-    """Return the dimension and the scale of a unit that is defined by other units, as in "1/1000 kg
-    m^-1".
+    """Return the dimension and the scale (the size in base units) of a unit that is defined by
+    other units, as in "1/1000 kg m^-1".
     """
     words = text.split()
     scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
@@ -238,7 +238,8 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """Return the dimension and the scale of a unit that is one word.
+    """Return the dimension and the scale (the size in base units) of a unit that is one word; None
+    if it is unknown.
 
     An unknown plural noun is a unit of its own dimension. A counter such as "items" has no
     dimension.
@@ -260,7 +261,9 @@ def entry(word: str) -> Measure | None:
 
 @lru_cache(maxsize=2048)
 def measure(unit: str) -> Measure | None:
-    """Return the dimension and the scale of a unit such as "square feet"; None if it is unknown."""
+    """Return the dimension and the scale (the size in base units) of a unit such as "square feet";
+    None if it is unknown.
+    """
     parts: list[tuple[Measure, int]] = []
     sign = 1
     power = 1

@@ -28,10 +28,8 @@ _SLOT_RUN = 64  # smallest number of cache slots that a sequence gets at a time
 
 
 class ToldTarget(InlineTransport):
-    """A stand-in for the target in the drafter's process.
-
-    It has the step times and the guesses of the early exit that the target's process sends.
-    Drafting work runs at once, in the caller's thread.
+    """A stand-in for the target in the drafter's process. It stores the step times and early-exit
+    guesses that the target's process sends. Drafting work runs at once, in the caller's thread.
     """
 
     is_beside = True
@@ -150,10 +148,8 @@ class Drafting(NamedTuple):
     target: ToldTarget
 
     def take(self, message: Order) -> bool:
-        """Handle a message from the target's process.
-
-        Return whether it was the last message of the step, after which the target's process expects
-        an answer.
+        """Handle a message from the target's process. Return whether it was the last message of the
+        step. If so, the target's process now expects an answer.
         """
         listener = self.target.listener
         if isinstance(message, Guessing):

@@ -290,8 +290,8 @@ class BranchWriter:
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
-        """Add the tokens that the streaming heads predict to each branch, and stop before a token
-        whose probability is too low.
+        """Extend each branch with the tokens that the streaming heads predict. A branch ends before
+        the first token whose probability is too low.
         """
         live = [
             (at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most
@@ -345,11 +345,9 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep those streamed tokens of a branch that come before the first difference from the draft
-    model's own samples.
-
-    Then add the draft model's own next token. Return how many of the tokens that the last pass
-    computed are kept.
+    """Keep the streamed tokens of a branch up to its first difference from the draft model's own
+    samples. Then append the draft model's next token. Return how many tokens computed by the last
+    pass are kept.
     """
     kept = 1
     count = len(drawn)
@@ -603,10 +601,8 @@ class OverlappedDrafter(ModelDrafter):
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """Record that the draft model has read a sequence's text up to position `known`.
-
-        If the slots of some tokens have changed since, only the tokens before the first of them are
-        recorded.
+        """Record that the draft model has read a sequence's text up to position `known`. If cache
+        slots of the text have changed since, record only the tokens before the first changed slot.
         """
         sequence = self._rows.sequence(line.ask.key)
         start = self._rows.drafted(sequence)
@@ -836,9 +832,7 @@ class OverlappedDrafter(ModelDrafter):
 
     @property
     def _condition(self) -> Condition:
-        """Return the condition under which times of draft passes are stored.
-
-        Passes with and without the target's early exit are stored separately. The context length is
-        ignored.
+        """Return the key under which the durations of draft passes are stored. It separates passes
+        with the target's early exit from passes without it, and ignores the context length.
         """
         return False, int(self._exits is not None)

@@ -194,8 +194,8 @@ class StepCosts:
         cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Return whether steps with this number of rows were timed often and recently enough to
-        trust their estimate.
+        """Return whether steps with this number of rows were timed often and recently enough for a
+        reliable estimate.
         """
         return self._variance(where, rows) < _ENOUGH
 
@@ -342,9 +342,8 @@ class Survival:
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Delete the counts of all sequences except `keys`, if too many sequences have counts.
-
-        The counts over all sequences together do not change.
+        """Delete the per-sequence counts of all sequences except `keys`, once too many sequences
+        have counts. The total counts over all sequences stay the same.
         """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
@@ -892,9 +891,7 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Return the condition under which the times of making proposals for this number of sequences
-    are stored.
-    """
+    """Return the key under which the times of proposing for this many sequences are stored."""
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 

@@ -208,10 +208,8 @@ class SlotLedger(SlotAllocator):
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """Return how many of the first tokens of a sequence can be read from a related model's
-        slots.
-
-        These are the tokens before the first slot without a stored state.
+        """Return how many tokens at the start of a sequence can be read from a related model's
+        slots. Reading ends at the first slot without a stored hidden state.
         """
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
@@ -523,10 +521,8 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return, for each model, the first loaded model that computes the same unit at index
-        `unit`.
-
-        Units with the same name compute the same thing.
+        """Return, for each model, the first loaded model whose unit at index `unit` has the same
+        name. Units with the same name compute the same thing.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
         # for each name of the unit, the first model that has this name
@@ -784,7 +780,7 @@ _MOST_LAYOUTS = 256
 
 
 class UnitSpan(NamedTuple):
-    """A range of units in which the same groups of chains (models) compute together."""
+    """A range of units, and the groups of chains (models) that compute together in all of them."""
 
     start: int
     stop: int
@@ -792,10 +788,9 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """The rows of a step that read or store the inputs of a unit.
-
-    The stored states of the rows `passing` become invalid. The rows `begun` read stored states, and
-    the inputs of the rows `known` are stored.
+    """The rows of a step that read or store the inputs of a unit. The rows `begun` read stored
+    inputs. The inputs of the rows `known` are stored, and stored inputs of the rows `passing`
+    become invalid.
     """
 
     unit: int

@@ -50,8 +50,9 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """A block's size in the unit that also measures the room on servers, and the number of servers
-    that its work keeps busy.
+    """A block's size, in the same unit as the room on servers, and its load.
+
+    The load is the number of servers that the block's work keeps busy.
     """
 
     bytes: float

@@ -340,10 +340,9 @@ class LayerRange:
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the number of layers in this range, and the number of workers that it needs.
-
-        This is its configured number of workers, less the idle share of one worker over the last
-        `seconds` seconds.
+        """Return the number of layers in this range, and the number of workers that it needs. The
+        second number is the configured number of workers. If workers were idle in the last
+        `seconds` seconds, it is smaller by up to almost one.
         """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
@@ -573,8 +572,8 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count the sequences that would have changed workers if the ranges had been placed as in
-        `homes`. A sequence counts again in each step, and for each two consecutive ranges.
+        """Count how often sequences would have changed workers if the ranges had been placed as in
+        `homes`. Every step and every pair of consecutive ranges counts separately.
         """
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}

@@ -150,10 +150,8 @@ class StagedModel(ManyModels[RangedModel]):
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Return the layer indices at which the ranges of layers begin and end.
-
-    The ranges have about the same size, but also end at layers where models of the zoo begin or
-    stop to share blocks.
+    """Return the layer indices at which the ranges of layers begin and end. The ranges have about
+    the same size. A range also ends where models of the zoo begin or stop sharing blocks.
     """
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)

@@ -631,7 +631,7 @@ class RolloutScope(Caller, Generic[T]):
             self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
 
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
-        """Report how long this finished rollout kept its concurrency slot while its siblings were
+        """Report how long this finished rollout kept its concurrency slot because its siblings were
         still running.
         """
         since = ended if self._ready is None else self._ready
@@ -833,8 +833,8 @@ class Group(Generic[T]):
                 self.done.set()
 
     def _react_to(self, result: RolloutResult[T]) -> None:
-        """End the run after a fatal error. End only the group if its `settle` function says that
-        this result settles the problem.
+        """End the run if this result is a fatal error. If `settle` says that this result settles
+        the problem, end only the group.
         """
         error = result.error
         state = self.run.state

@@ -297,9 +297,7 @@ class Features:
 
     def uniform(self, seed: int, purpose: str) -> float:
         """Return a uniform random number that depends only on the seed, the purpose and the chunk's
-        turn.
-
-        It is the same in every run with this seed, whatever the schedule of the calls.
+        turn. The order in which calls run does not change it.
         """
         name = Seed(seed, self.question, self.sample, self.turn, "gate", purpose=purpose)
         return float(uniforms(name, 1)[0])

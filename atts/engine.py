@@ -105,8 +105,8 @@ class EngineSpec:
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields that must be the same in two engines, so that scores of one may
-        calibrate a gate for the other.
+        """Return the fields that must match before scores of one engine may calibrate a gate for
+        another engine.
         """
         fields_to_match: dict[str, object] = {}
         for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):
@@ -355,7 +355,9 @@ class EngineAround:
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Pass a sample or score request to the inner engine. Subclasses override this method."""
+        """Send a sample or score request to the inner engine. Subclasses override this method to
+        observe, record or modify calls.
+        """
         return await call(request)
 
     async def __aenter__(self) -> Self:

@@ -41,7 +41,7 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
     @property
     def key(self) -> str:
-        """Return the problem's id, by which trainers recognise the problem."""
+        """Return the problem's id, which trainers use to recognise the problem."""
         return str(self.data.problem["id"])
 
     @vf.reward  # type: ignore[untyped-decorator]

@@ -92,7 +92,7 @@ VERBS = set(
     call cancel capture carry catch certify change charge check choose close combine compare
     compile complete compute configure connect continue convert copy count create cut
     deal decide delete describe discard divide do draft draw drop
-    earn edit end escalate escape estimate evaluate evict exchange exempt
+    earn edit end escalate escape estimate evaluate evict exchange exempt extend
     fail feed fill find fit fix flush forget fork free
     gather generate give grade grant group guess
     halve hand handle hash have hear hide hold

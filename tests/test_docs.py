@@ -27,6 +27,8 @@ def test_every_module_says_why_it_exists() -> None:
     rows = [line for line in module_page().splitlines() if line.startswith("| `")]
     assert rows
     assert [row for row in rows if row.endswith("|  |")] == []
+    # a sentence that takes two lines in the code is not cut off at the end of the first
+    assert [row for row in rows if not row.rstrip("| ").endswith((".", "`", ")", "?"))] == []
 
 
 def test_the_readme_has_at_most_120_lines() -> None:

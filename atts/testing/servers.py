@@ -1117,7 +1117,9 @@ async def _thought(
     if len(ids) == request.max_tokens:
         return Completion(ids, tokenizer.decode(ids), "length", logprobs, begun.cached_tokens)
     rest = await call.sample(
-        replace(request, ids=request.ids + ids, max_tokens=request.max_tokens - len(ids)), rid
+        replace(request, ids=request.ids + ids, max_tokens=request.max_tokens - len(ids)),
+        rid,
+        spoil=spoil,
     )
     text = tokenizer.decode(ids) + rest.text
     return Completion(ids + rest.ids, text, rest.ended, logprobs + rest.logprobs)

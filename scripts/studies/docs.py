@@ -292,7 +292,8 @@ def _modules(package: str, folder: str) -> Iterator[tuple[str, str]]:
         if path.suffix == ".py" and path.exists():
             inner = path.relative_to(ROOT / folder).with_suffix("")
             name = ".".join([package, *(part for part in inner.parts if part != "__init__")])
-            yield name, (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            yield name, " ".join(text.split("\n\n")[0].split())
 
 
 def _same(path: Path, text: str) -> bool:

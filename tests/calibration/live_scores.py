@@ -14,7 +14,7 @@ from atts.calibration.drift import DriftMonitor
 def whole_questions(
     stored: StoredScores, seed: int, count: int = 300
 ) -> Iterator[tuple[float, str]]:
-    """Draw the scores of whole questions with replacement, as a run without drift would bring them."""
+    """Sample whole questions with replacement and return their scores: a stream without drift."""
     questions = np.array(stored.nonconformity).reshape(len(set(stored.questions)), -1)
     size = questions.shape[1]
     draw = np.random.default_rng(seed)
@@ -26,8 +26,8 @@ def whole_questions(
 
 
 def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    """Count the scores, at most 300, that a monitor of `stored` sees before it raises an alarm on
-    questions of `source`.
+    """Return after how many scores of `source` a monitor of `stored` raises an alarm. Return None
+    if the stream ends without one.
     """
     monitor = DriftMonitor(stored)
     for nonconformity, question in whole_questions(source, seed):

@@ -364,8 +364,8 @@ def test_a_policy_without_losses_is_asked_for_more_problems() -> None:
 
 
 def labelled(n: int, seed: int, slope: float) -> tuple[list[float], list[bool]]:
-    """Draw confidences in eighths and verdicts; the more the votes agree, the less often they are
-    wrong.
+    """Draw each problem's confidence, a multiple of 1/8, and whether its answer is wrong. More
+    confident answers are wrong less often.
     """
     draw = np.random.default_rng([seed, n])
     confidence = draw.integers(2, 9, n) / 8

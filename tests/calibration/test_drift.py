@@ -73,8 +73,8 @@ def test_scores_of_another_model_are_noticed_in_most_runs(
 def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
-    """An alarm is raised although only eighty of the 300 scores belong to the turn of the stored
-    scores; the run's own array raises no alarm.
+    """An alarm is raised although only 80 of the 300 live scores are of the same turn as the stored
+    ones. The calibration array of the run itself raises no alarm.
     """
     for records in arrivals.values():
         monitor = DriftMonitor(array_of(part) if part else array_of())
@@ -167,7 +167,9 @@ def test_questions_with_few_samples_are_compared_fairly(array_of: ArrayOf) -> No
 
 
 def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bool]:
-    """Decide on and observe sixteen samples per question around a level."""
+    """Let the calibrator decide on chunks, sixteen per question, with scores slightly above
+    `level`. Return which chunks escalate.
+    """
     draw = random.Random(0)
     done = list[bool]()
     for place in range(count):
@@ -211,8 +213,8 @@ def test_the_escalate_policy_lasts_until_resume() -> None:
 
 
 def test_the_widen_policy_ends_after_500_decisions() -> None:
-    """With the policy `widen`, half as many chunks more escalate for 500 decisions after an alarm;
-    then the old level returns.
+    """For 500 decisions after an alarm, the policy `widen` raises the escalation rate by half. Then
+    the old rate returns.
     """
     wide = Calibrator(0.4, "split", stored=stored_around(1.4), drift="widen")
     plain = Calibrator(0.4, "split", stored=stored_around(1.4), drift="report")
@@ -270,7 +272,7 @@ def sample(rows: Floats) -> QuestionSample:
 
 
 def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> TwoSampleTest:
-    """Compare live questions with the stored questions once."""
+    """Run the two-sample test on the stored and the live questions."""
     return two_sample_test(sample(stored), [list(row) for row in live.clip(0)], level, seed)
 
 
@@ -403,7 +405,9 @@ def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
 
 
 def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftMonitor:
-    """Return a monitor of the stored scores that has seen live scores of other questions."""
+    """Return a monitor of the stored scores after it has observed the first `most` live scores,
+    under other question names.
+    """
     monitor = DriftMonitor(stored)
     for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[
         :most

@@ -131,10 +131,8 @@ def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
 def test_decisions_that_never_come_add_at_most_one_each(
     wishes: list[bool], rate: float, extra: int
 ) -> None:
-    """Decisions that never come add at most one error each to the number of escalations.
-
-    With a forecast of twice the remaining decisions and `extra` more, the number is off by at most
-    1 + max(rate, 1 - rate) extra.
+    """If the forecast includes decisions that never come, each of them adds at most one to the
+    error of the escalation count.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -196,11 +194,11 @@ def test_a_run_of_known_size_escalates_little_at_first() -> None:
 def run_of_coins(
     rate: float, rollouts: int, together: int, seed: int, mode_known: bool
 ) -> tuple[int, int, str]:
-    """Decide on exchangeable scores while rollouts end at random; return escalations, decisions and
-    the guarantee.
+    """Decide on exchangeable scores while rollouts end at random. Return the counts of escalations
+    and decisions, and the guarantee.
 
-    Near the end several rollouts end at once. The returned guarantee is the one that the calibrator
-    states half-way.
+    Near the end, `together` rollouts may end at once. For a run of known size, the guarantee is the
+    one stated half-way.
     """
     draw = random.Random(seed)
     calibrator = Calibrator(rate, "aci", seed=seed)

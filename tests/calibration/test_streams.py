@@ -54,8 +54,8 @@ def test_metrics_equal_an_outside_definition(
 def test_question_names_and_sample_numbers_are_free(
     arrivals: dict[str, Records],
 ) -> None:
-    """Questions may be named by numbers or strings, and missing sample numbers change only the
-    decisions of a coin.
+    """Questions may be named by numbers or strings. A stream without sample numbers still meets its
+    rate overall and per question.
     """
     records = arrivals["lock"]
     named = [{**record, "question": str(record["question"])} for record in records]

@@ -114,7 +114,7 @@ def surfaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _output(words: str) -> str:
-    """Return everything that a command prints."""
+    """Run a command and return what it prints on stdout and stderr."""
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         code = atts(words.split())

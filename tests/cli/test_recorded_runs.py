@@ -213,7 +213,7 @@ def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> No
 
 
 def _bent(journal: bytes) -> bytes:
-    """Return the lines of a run's journal, changed so that every chunk is escalated."""
+    """Return the journal with every decision changed to an escalation, and with valid checksums."""
     import zlib
 
     found: list[bytes] = []

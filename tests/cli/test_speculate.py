@@ -177,7 +177,7 @@ def swap_two_tokens(file: Path) -> None:
 
 
 def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
-    """Make almost no memory available for the weights of this engine."""
+    """Let the loader find almost no free memory for this engine's weights."""
     from atts.accel import build
     from atts.local.loader import load_weights
 

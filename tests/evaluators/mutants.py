@@ -134,8 +134,8 @@ def _mutant(
 
 
 def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str]:
-    """Make an answer of this kind, and an answer with another meaning, from two numbers of the
-    given answers.
+    """Fill an answer template of this kind with two of the numbers. Return the answer and a changed
+    answer with another meaning.
     """
     one, two = sorted(random.sample(numbers, 2))
     filled = {"A": str(one), "B": str(two), "C": str(two + 1)}

@@ -59,6 +59,6 @@ def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
 
 
 def test_the_generator_knows_equal_values() -> None:
-    """The generator of mutants rejects changes that keep the value."""
+    """The generator of mutants makes no mutant with the same value, such as -0 for 0."""
     assert mutants(["0"], 50) != []
     assert all(mutant.answer != "-0" for mutant in mutants(["0"], 50))

@@ -154,7 +154,9 @@ def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
 
 
 def test_worked_examples_come_first(tmp_path: Path) -> None:
-    """Worked examples are earlier turns of the conversation, in the form of the problem."""
+    """Worked examples come before the problem as user and assistant messages, formatted like the
+    problem itself.
+    """
     file = tmp_path / "shots.jsonl"
     file.write_text(
         '{"problem": "1+1?", "solution": "It is \\\\boxed{2}."}\n{"problem": "1+2?", "solution": '

@@ -67,8 +67,8 @@ def test_the_problems_needed_shrink_with_samples_and_points() -> None:
 
 
 def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
-    """The spread of a difference is 0 for equal accuracies, and the true spread if half of the
-    problems differ.
+    """The estimated spread of the difference leaves out sampling noise: 0 if accuracies are the
+    same, the true spread if half the problems differ.
     """
     draw = np.random.default_rng(2)
     accuracy = draw.uniform(0.3, 0.7, 4_000)

@@ -172,7 +172,7 @@ def test_a_packed_tuple_is_small() -> None:
 
 
 def call(number: int, author: Any = "draft", ended: Any = "delimiter") -> Sampled:
-    """Return a recorded call of the rollout, which differs from calls with other numbers."""
+    """Make a recorded sampling call whose key, ids and text depend on `number`."""
     ids = tuple(range(number, number + 100))
     logprobs = struct.unpack("<100f", struct.pack("<100f", *(-0.01 * one for one in ids)))
     completion = Completion(ids, f"text {number} " * 30, ended, logprobs)

@@ -50,7 +50,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value in a JSON value."""
+    """Return the path, a tuple of keys and indices, of every value inside a JSON value."""
     rows = (
         value.items()
         if isinstance(value, dict)

@@ -1,5 +1,5 @@
-"""Tests of equal chunks after equal beginnings: the target scores only one, and each chunk gets its
-own decision.
+"""Tests of rollouts that write the same chunk after the same text: the target scores it once, and
+each rollout gets its own decision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ KEEP = ThresholdGate(math.inf)
 
 
 class Heedful(ScriptedEngine):
-    """A target that records its requests, and whose first replies are lost."""
+    """A target that counts its scoring requests and leaves the scores out of its first `lost`
+    replies.
+    """
 
     def __init__(self, lost: int = 0, *, draws: bool = False, latency: float = 0.0) -> None:
         capabilities = frozenset({"sample", "score", *(["draw"] if draws else [])})
@@ -64,8 +66,8 @@ def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_equal_chunks_are_scored_once(attempt: Solve, latency: float) -> None:
-    """The target scores no equal chunk twice, not even while it still computes the first score, and
-    each chunk gets a decision.
+    """The target scores no repeated chunk twice, even if its first score is still being computed.
+    Each rollout gets a decision on its own chunk.
     """
     target = Heedful(latency=latency)
     outcomes = attempt(GREEDY, GATE, target=target)
@@ -79,7 +81,7 @@ def test_equal_chunks_are_scored_once(attempt: Solve, latency: float) -> None:
 
 
 def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
-    """Each score equals the target's reply about that chunk after that beginning."""
+    """A score reused from a sibling is the one that the target gave this chunk after this text."""
     found = turns(attempt(POLICY, KEEP, target=Heedful()))
     recalled = [(line, turn) for line, turn in found if turn.score_reused]
     assert len(recalled) > 5
@@ -110,10 +112,10 @@ def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
 
 
 def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) -> None:
-    """If an equal chunk with a recalled score escalates, a target that draws while scoring reads it
-    again.
+    """A target that samples while scoring scores a repeated chunk separately for each rollout,
+    because each needs its own sample.
 
-    The texts equal those of a target that cannot draw.
+    The texts are the same as with a target that only scores.
     """
     nothing = ThresholdGate(0.5)
     drawing = Heedful(draws=True)
@@ -141,7 +143,9 @@ def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers)
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
 def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """A recalled score counts no tokens, and the sum over turns equals the tokens charged."""
+    """A reused score adds no scored tokens. The scored tokens of all turns sum to those charged to
+    the rollout.
+    """
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)
@@ -175,12 +179,12 @@ def test_waiting_for_a_siblings_score_is_recorded(attempt: Solve, latency: float
 
 
 def test_a_failed_shared_call_delays_no_sibling(attempt: Solve) -> None:
-    """If a shared call fails, one of the waiting rollouts requests the score at once instead of
-    waiting for the retry.
+    """If a scoring call that several rollouts share fails, a waiting rollout requests the score at
+    once instead of waiting for the retry.
     """
 
     class Failing(Heedful):
-        """A target whose first score of the second chunk fails after two seconds."""
+        """A target whose first attempt to score the second chunk times out after two seconds."""
 
         async def _rate(self, request: ScoreRequest) -> Scores:
             fails = len(self.asked) == 1 and not self.asked[request.prefix, request.suffix]

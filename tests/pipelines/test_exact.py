@@ -47,7 +47,7 @@ BLIND = frozenset[Literal["sample", "score"]]({"sample", "score"})
 
 
 def texts(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], tuple[TokenIds, str | None]]:
-    """Return the ids and the end of every rollout."""
+    """Return each rollout's token ids and finish reason."""
     return {
         (line.problem, line.sample): (line.ids("target"), line.finish)
         for outcome in outcomes
@@ -92,8 +92,8 @@ def test_exact_writes_what_the_target_alone_writes(
 
 
 def test_a_draft_token_is_kept_only_if_the_target_drew_it(attempt: Solve) -> None:
-    """A draft equal to the target loses no token. A draft that writes nonsense loses nearly all
-    tokens, but changes no token of the text.
+    """A draft that is the same model as the target wastes no token. A draft that writes nonsense
+    wastes nearly all its tokens but does not change the text.
     """
     policy = preset("exact").policy(PLAIN)
     twin = attempt(policy, FixedGate("accept"), draft=ScriptedEngine("target"))
@@ -328,8 +328,8 @@ def test_a_piece_that_failed_is_no_longer_in_flight() -> None:
 def test_a_piece_that_is_given_up_is_finished_by_the_target(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If an unfinished piece is given up, the target finishes it and the text is the target's own,
-    whichever engine wrote which part.
+    """If the draft's chunk is abandoned before its end, the target finishes it. The text is still
+    the one that the target alone would write.
     """
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
@@ -346,7 +346,9 @@ def test_a_piece_that_is_given_up_is_finished_by_the_target(
 def test_a_run_with_pieces_that_were_given_up_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int
 ) -> None:
-    """A run killed at any point reaches the text of the target alone and repeats no recorded call."""
+    """A run that is killed and resumed gives the texts of the target alone, although some of the
+    draft's chunks were abandoned.
+    """
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
     asked = count()

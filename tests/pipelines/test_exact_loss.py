@@ -69,7 +69,7 @@ Text = Generator[tuple[Role, Job], None, None]
 
 
 class OnlyDrafts(WriterChoice):
-    """A choice of the writer that lets the draft write everything."""
+    """A writer choice that always chooses the draft."""
 
     def begin(self, now: float) -> BegunChunk:
         """Let the draft write."""

@@ -138,8 +138,8 @@ def test_missing_log_probabilities_give_nan() -> None:
 
 
 def test_the_mean_and_the_lowest_log_probability_are_separate() -> None:
-    """Under the speculative rule the gate's evidence is the lowest log-probability; the mean is
-    unchanged.
+    """Under the speculative rule, the gate's evidence is the chunk's lowest log-probability. The
+    chunk's mean log-probability stays available separately.
     """
     chunk = Chunk("draft", "xy", (1, 2), (1, 2), "end", (-1.0, -3.0))
     assert mean_logprob(chunk) == -2.0
@@ -366,8 +366,8 @@ def test_a_rollout_is_compared_with_its_siblings_only() -> None:
 
 
 def test_positions_in_the_tree_of_chunks_are_unique() -> None:
-    """Only equal chunks after equal beginnings have the same position; the prompt alone has
-    position 0.
+    """Two chunk sequences have the same position only if all their chunks are the same. The empty
+    sequence has position 0.
     """
     siblings = Siblings(toy_groups)
     chunks = [Chunk("draft", str(n), (n,), (n,), "length") for n in range(3)]

@@ -142,7 +142,9 @@ def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
 def test_a_rollout_that_started_again_has_as_many_turns_again(
     attempt: Solve, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay with a limit of turns has the answers and tokens of a live run with that limit."""
+    """If escalation restarts a rollout, the turn limit applies again from the restart. A replay
+    gives the same answers as a live run with that limit.
+    """
     monkeypatch.setattr("atts.pipelines.builder._LONG_PIECE", 12)
     long = changed(POLICY, escalates="rollout", chunking=Chunking(12, 12, ()), turns=12)
     short = changed(long, turns=3)

@@ -28,8 +28,8 @@ def lines(outcomes: list[Outcome]) -> list[Rollout]:
 
 
 def thoughts(rollout: Rollout) -> int | None:
-    """Return how many tokens the models wrote before their thinking was ended, or None if it was
-    not ended.
+    """Return how many tokens the models wrote before the think block was closed for them, or None
+    if it was not.
     """
     written = 0
     for turn in rollout.turns:

@@ -273,7 +273,7 @@ def kill_when(child: int, path: Path, size: int, pause: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Crashes:
-    """Numbers of crashes and calls in one run that is killed many times."""
+    """Counts of kills, sessions and calls in a run that is killed many times."""
 
     kills: int
     full_disks: int
@@ -336,8 +336,8 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
 def _interrupt(
     children: Nursery, directory: Path, size: int, step: int, way: Way, pause: float
 ) -> int:
-    """Run one session that is interrupted when its journal has grown by `step` to `size`; return
-    its exit code.
+    """Run one session, interrupt it after its journal has grown by `step` bytes to `size`, and
+    return its exit code.
     """
     order = Order(str(directory))
     if way != "outside":

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 
 def spared(problem: FinishedProblem) -> list[int]:
-    """Return the samples of a problem that have no answer because they were cancelled."""
+    """Return the sample indices of the problem's rollouts cancelled before they answered."""
     return [
         one.sample
         for one in problem.samples

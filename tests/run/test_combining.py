@@ -298,8 +298,8 @@ def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
 
 
 def test_half_votes_replace_missing_references() -> None:
-    """Without grades, the threshold comes from problems in which half of the rollouts vote
-    differently from all rollouts.
+    """Without grades, the threshold is learned from problems in which half of the rollouts vote for
+    another answer than all rollouts together.
     """
     combiner = Combiner()
     for number in range(9):

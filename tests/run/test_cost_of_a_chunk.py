@@ -163,10 +163,8 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
 
 
 def test_an_accepted_chunk_is_five_lines_of_the_journal(run: tuple[Meter, Path]) -> None:
-    """An accepted chunk writes five journal lines: its text, its number at the gate, its score,
-    decision and turn.
-
-    Spans are parts of these lines.
+    """An accepted chunk adds at most five lines to the journal. Its two call spans are stored
+    within these lines.
     """
     _, directory = run
     entries = list(read_entries(directory / JOURNAL))

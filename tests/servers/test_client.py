@@ -136,9 +136,7 @@ def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
 
 
 class Hotel:
-    """A simulated server that accepts a number of requests at once, its rooms, and refuses the
-    rest.
-    """
+    """A simulated server that accepts at most `rooms` requests at once and refuses the others."""
 
     def __init__(self, rooms: int, *, strays: int = 0) -> None:
         self.limit = AdaptiveLimit(4096, anyio.current_time)

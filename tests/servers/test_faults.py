@@ -85,10 +85,10 @@ async def until(true: Callable[[], bool]) -> None:
 async def time_out(
     remote: RemoteEngine, server: DialectServer, request: SampleRequest
 ) -> list[str]:
-    """Send requests to a hanging server until the deadline; return the calls that reached it, at
-    least one.
+    """Send a request that times out at a hanging server, and return the calls that reached the
+    server.
 
-    The deadline is extended if a busy machine could not send the request within it.
+    If none reached it, because the machine is busy, repeat with a longer deadline.
     """
     for patience in (0.5, 2.0, 8.0, 32.0):
         hurry(remote, patience)

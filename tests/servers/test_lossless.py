@@ -74,8 +74,8 @@ async def test_a_server_whose_speculation_changes_its_distribution_is_refused(
 
 
 class TooSure(EngineAround):
-    """An engine that draws single tokens correctly, but takes the most likely tokens if several are
-    requested.
+    """An engine that samples correctly one token at a time, but takes the most likely tokens if
+    several are requested.
     """
 
     async def sample(self, request: SampleRequest) -> Completion:

@@ -144,7 +144,7 @@ class Outage(Diary):
 
     @contextmanager
     def ended_when_heard(self) -> Generator[None]:
-        """Start the server again as soon as a call waits for it."""
+        """Start the server again, within the block, once a call waits for it."""
 
         def start() -> None:
             if self.heard.wait(120):
@@ -166,7 +166,7 @@ def journal_size(directory: Path) -> int:
 
 
 def forced(directory: Path) -> list[Any]:
-    """Return the decisions that were made without a score."""
+    """Return the decisions that the pipeline forced because no score was available."""
     events = (entry.event for entry in read_entries(directory / JOURNAL))
     return [
         event

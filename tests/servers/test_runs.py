@@ -106,7 +106,7 @@ def plan(serve: Serve) -> tuple[RunSpec, list[DialectServer]]:
 
 
 class Trouble:
-    """A listener that causes a fault after a server has answered a number of requests."""
+    """A listener that runs each action once the server has answered a given number of requests."""
 
     def __init__(self, server: DialectServer, left: list[tuple[int, Callable[[], object]]]) -> None:
         self.server = server
@@ -115,7 +115,7 @@ class Trouble:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: object) -> None:
-        """Count the server's replies."""
+        """Run the actions that are due by the server's count of answered requests."""
         while self.left and self.server.served >= self.left[0][0]:
             self.left.pop(0)[1]()
 

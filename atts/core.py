@@ -412,8 +412,8 @@ class Turn:
 
     @property
     def remark(self) -> str:
-        """Describe what was unusual in the turn: its note, text that atts inserted, and why no
-        score was requested.
+        """Describe what was unusual in the turn: its note, budget forcing, a restart of the
+        rollout's text, and a score copied from a sibling.
         """
         recalled = (
             "the score was copied from a sibling rollout with the same text"
@@ -609,12 +609,12 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""Stage name, in records of times, of a finished rollout's wait for the siblings that started with
-it. The rollout keeps its slot during this wait.
+"""Stage name under which times are recorded while a finished rollout waits for the siblings that
+started with it. The rollout keeps its slot during this wait.
 """
 HOLD = "hold"
-"""Stage name, in records of times, of a rollout's wait for a score that a sibling has already
-requested for the same chunk.
+"""Stage name under which times are recorded while a rollout waits for a score that a sibling has
+already requested for the same chunk.
 """
 
 # Spans are msgspec structs, because each engine call makes one. Making a frozen dataclass would

@@ -105,8 +105,8 @@ class EngineSpec:
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields that must match before scores of one engine may calibrate a gate for
-        another engine.
+        """Return the fields in which two engines must agree before scores of one may calibrate a
+        gate for the other.
         """
         fields_to_match: dict[str, object] = {}
         for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):
@@ -376,8 +376,8 @@ class EngineAround:
 
 
 def stepping(engine: Engine) -> Stepping | None:
-    """Return the engine that counts steps: this engine, or an engine that it wraps. Return None if
-    neither counts steps.
+    """Return the engine that counts steps: this engine, or one inside its wrappers. Return None if
+    none of them counts steps.
     """
     # Every request to a server calls this function. `isinstance` with the protocol would take ten
     # times as long as `hasattr`.
@@ -703,8 +703,8 @@ def speculated_by(engine: object) -> Speculated | None:
 
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
-    """Return how much the engine's speculation counters have grown since `before`. The result is
-    None if no token was proposed and the reason is unknown.
+    """Return how much the engine's speculation counters have grown since `before`. Return None if
+    the engine has no counters, or if no token was proposed and the reason is unknown.
     """
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None
@@ -717,9 +717,7 @@ def together(one: Speculated | None, other: Speculated | None) -> Speculated | N
 
 
 def counters_of(stats: Any) -> Speculated:
-    """Return a copy of the speculation counters in `stats`, an object whose counters still
-    change.
-    """
+    """Return a copy of the current speculation counters in `stats`."""
     values: dict[str, Any] = {
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }

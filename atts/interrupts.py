@@ -54,8 +54,8 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 
 def _cancel_at_first_press(scope: CancelScope) -> None:
-    """Make Ctrl-C cancel the scope. By default it cancels the task itself, and a shield does not
-    protect against that.
+    """Make Ctrl-C cancel the scope. By default Ctrl-C cancels the main task directly, and a
+    shielded scope does not protect against that.
     """
     from atts.concurrency import loop_caller
 

@@ -179,7 +179,7 @@ _AS_PUBLISHED: dict[str, Any] = {
 
 PAPER_DEPARTURES = (
     "atts joins chunks token by token under one prompt; the published code puts a blank line "
-    "between chunks, and sends the system prompt on the first turn only",
+    "between chunks, and sends the system prompt only on the first turn",
     "atts also scores the first token of a chunk; the published code leaves it out",
     "in atts, only a complete `\\boxed{}` with content ends a rollout; the published code also "
     "stops at an empty or incomplete box",
@@ -191,8 +191,8 @@ PAPER_DEPARTURES = (
     "published code a model grades, and a question counts as solved if any of 16 rollouts is "
     "correct",
 )
-"""Differences between the presets for the paper and the paper's published code. If their scores are
-the same, both make the same decisions.
+"""Differences between a run of a preset for the paper and the paper's published code. Given the
+same scores, both make the same decisions.
 """
 
 PRESETS: tuple[Preset, ...] = (

@@ -263,8 +263,8 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
 
 
 def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[float, float]:
-    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value). `rest` must be 1 -
-    value, and keeps its digits if `value` is close to 1.
+    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value). Pass 1 - value as
+    `rest`, computed without the loss of digits that a subtraction causes if `value` is close to 1.
     """
     # The continued fraction converges fast only below the mean. Above the mean, compute the other
     # tail, which is below its mean.

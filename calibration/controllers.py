@@ -255,8 +255,8 @@ class Tuning:
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    # Each sibling whose decision contradicts the order of scores changes the logit by order / (rate
-    # * (1 - rate)). Siblings are chunks of the same question and turn.
+    # A sibling is a chunk of the same question and turn. Each sibling that was accepted with a worse
+    # score, or escalated with a better score, changes the logit by order / (rate * (1 - rate)).
     order: float = 0.144
     # If this number of escalations is missing in a question, its next chunk is always escalated.
     # With this number too many, its next chunk is always accepted. `limit_at` returns a smaller

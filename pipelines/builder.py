@@ -51,9 +51,9 @@ class Answers:
 
     `extract` returns None if the text has no answer yet. It must not guess, because a rollout ends
     at its first answer. `extract_finished` may guess: it reads a text that the model has ended
-    without a marked answer. `unmarked` returns how many leading characters can be skipped, because
-    they contain no answer however the text continues. `prepare` is awaited before `group` gets a
-    new answer, so that `group` need not wait.
+    without a marked answer. `unmarked` returns how many leading characters can be skipped: they
+    contain no answer, whatever text follows. `prepare` is awaited before `group` gets a new answer,
+    so that `group` need not wait.
     """
 
     extract: Callable[[str], str | None]
@@ -94,7 +94,7 @@ class NullListener:
 
 
 class RunLength:
-    """An estimate of how much of a run is left. This base class is for a run of unknown size."""
+    """An estimate of how much of a run is left. This base class does not know the run's size."""
 
     @property
     def share(self) -> float | None:
@@ -105,13 +105,13 @@ class RunLength:
 
 
 class Planner(Protocol):
-    """A planner that decides how a problem's answers are combined after its vote, such as
-    `Combiner`.
+    """A planner that decides, after a problem's vote, whether and how the target combines the
+    answers. An example is `Combiner`.
     """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
         """Return how to combine a problem's answers after its vote. `share` is the leading answer's
-        share of the votes, and `answers` is the number of different answers.
+        fraction of the votes, and `answers` is the number of different answers.
         """
         ...
 
@@ -120,8 +120,8 @@ class SplitPlanner:
     """A planner that learns nothing. It treats every vote that is not unanimous as split."""
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return a plan to combine the answers, unless `kind` is "vote" or all answers agree. For
-        "auto" the target selects an answer.
+        """Return a plan to combine the answers, or to keep the vote's winner if `kind` is "vote" or
+        all answers agree. If `kind` is "auto", the target selects an answer.
         """
         if kind == "vote" or answers < 2:
             return CombinePlan("vote", why="the rollouts agree")
@@ -129,7 +129,7 @@ class SplitPlanner:
 
 
 class RolloutEngine(Engine, Protocol):
-    """An engine as one rollout uses it, with limits, timeouts, checks and retries. It can also
+    """An engine wrapped for one rollout, with limits, timeouts, checks and retries. It can also
     return results that an earlier session recorded.
     """
 
@@ -137,14 +137,14 @@ class RolloutEngine(Engine, Protocol):
     has_recorded_calls: bool
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the scores that an earlier session recorded for the same call, or None. The record
-        stays available for the call itself.
+        """Return the scores that an earlier session recorded for the same call, or None. Reading
+        them does not remove the record, which later answers the call itself.
         """
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the token limit of the request that an earlier session made at this point, but at
-        most `request.max_tokens`. Return 0 if there was no such request.
+        """Return the token limit of the same request in an earlier session: the largest recorded
+        one, up to `request.max_tokens`. Return 0 if there was no such request.
         """
         ...
 
@@ -211,8 +211,8 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class KnownScore:
-    """The target's score of a chunk. A sibling rollout reuses the score if it has the same chunk
-    after the same text.
+    """The target's score of a chunk. A sibling rollout with the same chunk after the same text
+    reuses it.
     """
 
     score: float
@@ -238,8 +238,9 @@ class Siblings:
         self.pending_scores: dict[int, Arrival] = {}
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
-        """Compare `answer` with the answers of the rollouts other than `but`. Return how many of
-        them have answered, the share of their leading answer, and whether `answer` equals it.
+        """Compare `answer` with the answers of all rollouts except number `but`. Return how many of
+        them have answered, the fraction that gave the leading answer, and whether `answer` is the
+        leading answer.
         """
         others: list[str] = []
         for sample in sorted(self.rollouts):
@@ -265,8 +266,8 @@ class Siblings:
 
 
 def rollout_name(problem: str, sample: int) -> str:
-    """Return the name that all requests of a rollout carry; engines use it to find the rollout's
-    cached prefix.
+    """Return the name that all requests of a rollout carry. Engines use it to find the rollout's KV
+    cache.
     """
     return f"{problem}/{sample}"
 
@@ -435,8 +436,8 @@ class RolloutBuilder:
         """Let the target write a chunk that replaces the proposed chunk.
 
         If the target already sampled the first tokens of the replacement while scoring, only the
-        other tokens are requested. The proposed chunk is sent as a hint: a target with speculation
-        may write faster, but its text does not change.
+        other tokens are requested. The request also contains the proposed chunk as a hint for a
+        target with speculation, which may then write faster. The text stays the same.
         """
         request = replace(self.request("target"), hint=proposal.chunk.target_ids)
         beginning = proposal.beginning
@@ -501,7 +502,8 @@ class RolloutBuilder:
     ) -> None:
         """Add a turn with these chunks to the rollout, and end the rollout if it is complete.
 
-        `saved` is the number of tokens of the discarded chunk that stay in the rollout.
+        `saved` is the number of tokens of the `discarded` chunks that are also part of the new
+        chunks. These tokens are not counted as wasted.
         """
         scored_tokens = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         if discarded:
@@ -558,7 +560,9 @@ class RolloutBuilder:
         self.context.listener.turned(rollout, turn)
 
     def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
-        """Return why the rollout ends (None if it continues), its answer, and a note."""
+        """Return why the rollout ends, its answer, and a note on the reason. The first value is
+        None if the rollout continues.
+        """
         answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
@@ -585,7 +589,7 @@ class RolloutBuilder:
 
     def _find_answer(self, text: str, last: Chunk | None) -> str | None:
         """Return the answer in a text whose last chunk is `last`, or None. If the token limit cut
-        this chunk, an answer that another digit would change is ignored.
+        the chunk, an answer that could still grow is ignored: "1" may become "12".
         """
         unread = text[self._searched_to :]
         # The same text is searched when a chunk is proposed, and again when it is accepted. The
@@ -813,7 +817,7 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
 
 
 def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
-    """Return the request for the remaining tokens of a completion that starts with `beginning`."""
+    """Return a request for the rest of a completion whose first tokens are `beginning`."""
     count = len(beginning.ids)
     return replace(
         request,
@@ -844,7 +848,9 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
 
 
 def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
-    """Return a text that atts inserts into a rollout, such as "wait", as a chunk for both models."""
+    """Return a text that atts inserts into a rollout, such as "wait", as a chunk with the token ids
+    of both models.
+    """
     draft_ids = draft.tokenizer.encode(text)
     if draft.spec.tokenizer == target.spec.tokenizer:
         target_ids = draft_ids

@@ -42,21 +42,21 @@ COVERED = 0.9
 if its vote is wrong, but another of the most frequent answers is correct.
 """
 PROVEN = 10.0
-"""If the odds that the selector helps reach this value, `auto` lets the selector overrule votes."""
+"""The odds that the selector helps. From this value on, `auto` lets the selector overrule votes."""
 REFUTED = 0.2
-"""If the odds that the selector helps fall to this value, `auto` stops asking the selector."""
+"""The odds that the selector helps. At this value or below, `auto` stops asking the selector."""
 # The solutions are cut at most this many times, until the question fits into the context.
 _TRIALS = 3
 _END_OF_THOUGHT = "</think>"
 
 
 def odds(better: int, worse: int) -> float:
-    """Return the odds that improvements are more likely than deteriorations, against the hypothesis
-    of a fair coin. `better` and `worse` are the numbers of improved and deteriorated cases.
+    """Return the odds that improvements are likelier than deteriorations, and not just as likely.
+    `better` and `worse` count the improved and the deteriorated cases.
 
-    The probability of an improvement has a uniform prior on (1/2, 1). With a fair coin, the odds
-    exceed 10 at any time of a run with probability at most 1/10: they are a martingale (Ville's
-    inequality).
+    If improvements are likelier, their probability has a uniform prior on (1/2, 1). If both are
+    equally likely, the odds ever exceed 10 during a run with probability at most 1/10: they are a
+    martingale (Ville's inequality).
 
     >>> odds(0, 0), odds(5, 0), round(odds(1, 4), 2)
     (1.0, 10.5, 0.23)
@@ -111,16 +111,16 @@ class Combiner:
 
     @property
     def below(self) -> float:
-        """Return the threshold: a vote counts as split if its leading answer has at most this share
-        of the votes.
+        """Return the threshold for split votes: a vote is split if its leading answer has at most
+        this fraction of the votes.
 
         The threshold is learned from problems whose vote was wrong although another of the most
-        frequent answers was correct. It is a conformal quantile of their leading answers' shares:
-        the next such problem counts as split with probability 0.9.
+        frequent answers was correct. It is a conformal quantile of the fractions of votes that the
+        wrong answers got. The next such problem then counts as split with probability 0.9.
 
-        Until there are nine such problems, the threshold is learned from votes of half a problem's
-        rollouts. Only half votes that differ from the full vote are used. Until there are nine of
-        them, every vote that is not unanimous counts as split.
+        With fewer than nine such problems, the threshold is learned instead from votes of half of a
+        problem's rollouts. Only half votes with another winner than the full vote are used. With
+        fewer than nine of these too, every vote that is not unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -132,8 +132,8 @@ class Combiner:
     def odds(self) -> float:
         """Return the odds that the selector helps.
 
-        If problems are graded, the odds come from the problems in which only the selector's choice
-        or only the vote is correct. If not, they come from how often the selector repeats its
+        If problems are graded, the odds come from problems in which exactly one of the selector's
+        choice and the vote is correct. Otherwise they come from how often the selector repeats its
         verdict when the answers are presented in reverse order.
         """
         if self._is_graded:
@@ -179,8 +179,8 @@ async def combined(
     """Combine the answers of a problem's rollouts as the planner decides, and return the outcome
     with the result.
 
-    If the target is not asked, is only tried out, or gives no usable reply, the winner of the vote
-    stays the answer.
+    The vote's winner stays the answer if the target is not asked, gives no usable reply, or makes a
+    choice that is only recorded.
     """
     if count.winner is None:
         return outcome
@@ -284,8 +284,9 @@ class RecordedRollouts:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The answer that the target chose (None if it chose none), and the number of pairs that it
-    judged alike in both presentation orders.
+    """The target's answers to the questions about one problem: the finalist or new answer that it
+    chose (None if it chose none), and its consistency. `consistent` counts the compared pairs with
+    the same verdict in both presentation orders.
     """
 
     chosen: str | None
@@ -294,8 +295,8 @@ class _Verdict:
 
 
 class _Question:
-    """The questions that let the target select or synthesize one problem's answer from the
-    finalists, which are the most frequent answers.
+    """The questions to the target about one problem. In its replies, the target selects or
+    synthesizes an answer from the finalists (the most frequent answers).
     """
 
     def __init__(
@@ -323,11 +324,12 @@ class _Question:
         return await self._select(target)
 
     async def _select(self, target: RolloutEngine) -> _Verdict:
-        """Compare every pair of finalists in both presentation orders. Each verdict gives one point
-        to the answer that the target calls correct.
+        """Let the target compare every pair of finalists in both presentation orders. Each
+        comparison gives one point to the answer that the target calls correct, or none if the reply
+        is unclear.
 
-        The finalist with the most points wins; in a tie, the one with more votes. With two
-        finalists, the less frequent one must therefore win in both orders.
+        The finalist with the most points wins; in a tie, the one with more votes. Of two finalists,
+        the less frequent one therefore wins only if it gets more points than the other.
         """
         pairs = list(combinations(range(len(self.answers)), 2))
         orders = [order for first, second in pairs for order in ((first, second), (second, first))]
@@ -347,7 +349,9 @@ class _Question:
     async def _compare(
         self, target: RolloutEngine, order: tuple[int, int], turn: int
     ) -> int | None:
-        """Return which of two finalists the target calls correct; None if the target names neither."""
+        """Return the index of the finalist that the target calls correct, or None if the target
+        names neither.
+        """
         done = await self._ask(target, self._policy.prompt("select"), order, turn)
         if done is None:
             return None
@@ -481,8 +485,8 @@ def named_solution(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CombinedVerdicts:
-    """Verdicts on one graded problem: the correctness of the vote, of the target's choice and of
-    any rollout.
+    """Verdicts on one graded problem: on its vote, on the target's choice, and on whether any
+    rollout was correct.
     """
 
     is_vote_correct: bool

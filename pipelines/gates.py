@@ -102,8 +102,8 @@ class CalibratorProtocol(Protocol):
 class ConformalGate:
     """A gate that decides by the rank of a chunk's score among stored scores.
 
-    Scores of short chunks arrive first. To avoid a bias, `preview` numbers the requests, and the
-    calibrator gets the scores in this order.
+    Scores of short chunks arrive first, which would bias the ranks. So `preview` numbers the score
+    requests, and the calibrator processes the scores in the order of these numbers.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -113,7 +113,7 @@ class ConformalGate:
         self._issued = 0
 
     def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
-        """Continue with the calibrator of an earlier session that requested `issued` scores."""
+        """Use the calibrator of an earlier session that requested `issued` scores."""
         self.calibrator = calibrator
         self._issued = issued
 
@@ -244,11 +244,11 @@ class ThresholdGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class StaticRankGate(NonLearningGate):
-    """The published rule, for comparison: escalate if c/N >= tau, at every turn.
+    """The rule of the original paper, as a baseline: escalate if c/N >= tau, at every turn.
 
-    The rank c/N is the share of stored scores of turn 0 that are below the chunk's score. The
-    stored scores are those of all questions (the pool with the key ""), or else those of the
-    chunk's question.
+    The rank c/N is the fraction of stored scores of turn 0 that are below the chunk's score. The
+    stored scores are those of all questions, or only those of the chunk's question. See `of` and
+    `by_question`.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -259,7 +259,9 @@ class StaticRankGate(NonLearningGate):
 
     @classmethod
     def of(cls, scores: Sequence[float], rate: float) -> StaticRankGate:
-        """Make the gate from calibration scores, which may be in any order; tau is 1 - rate."""
+        """Make the gate that ranks a chunk among the calibration scores of all questions, given in
+        any order. The threshold tau is 1 - rate.
+        """
         if not scores:
             raise OptionError(
                 "calibration scores",
@@ -359,7 +361,7 @@ class TopGate:
         return cls(rate, {})
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Escalate the worst chunks of the round; a NaN score is worse than any number."""
+        """Escalate the worst chunks of the round. A NaN score counts as infinity, the worst score."""
         question = round_[0][0].question
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
@@ -384,7 +386,7 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """A wrapper that limits the escalations of a gate: without a free slot, the chunk is accepted.
+    """A wrapper that limits how often a gate escalates: if no slot is left, the chunk is accepted.
 
     `take` reserves a slot, and returns False if no slot is left. The inner gate observes the action
     that was carried out.
@@ -562,7 +564,9 @@ class WarmingGate:
 
 @runtime_checkable
 class GuaranteedGate(Protocol):
-    """A gate with a guarantee, whose text is stored in the manifest and printed in the report."""
+    """A gate that gives a guarantee. The text of the guarantee is stored in the manifest and
+    printed in the report.
+    """
 
     @property
     def promise(self) -> tuple[str, str]:
@@ -572,7 +576,8 @@ class GuaranteedGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CertifiedGate:
-    """A wrapper that uses a gate unchanged, as a labelled calibration run certified it.
+    """A wrapper around a gate that a labelled calibration run has certified. The gate stays
+    unchanged.
 
     The wrapper learns nothing, and the reason of every decision mentions the certificate.
     """
@@ -597,11 +602,11 @@ class CertifiedGate:
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Learn nothing, because a gate that changes would no longer be the certified gate."""
+        """Learn nothing, because a gate that learns would differ from the certified one."""
 
 
 def _overruled(decision: Decision, action: Action, origin: Origin, why: str) -> Decision:
-    """Return the decision with another action and reason.
+    """Return the decision with another action, reason and origin.
 
     A decision of the warm-up keeps its origin "warm-up", because the gate must not learn from it.
     """

@@ -117,8 +117,8 @@ class RoundJudge:
         return self._ranking(round_)[builder.rollout.sample], proposal
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
-        """Return the decisions of a round, keyed by sample number. The first call in a round lets
-        the gate rank all chunks.
+        """Return the decisions of a round, keyed by sample number. The gate ranks all chunks once,
+        in the first call of each round.
         """
         # All rollouts of a round get the same `round_` object. When a new object comes, every
         # rollout has already read its decision of the previous round.
@@ -177,8 +177,8 @@ def _forced(known: Features, why: str) -> Decision:
 
 
 async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with its score, which is copied if a sibling has the same chunk after the
-    same text.
+    """Return the proposal with its score. If a sibling has the same chunk after the same text,
+    the sibling's score is copied.
 
     If a sibling has already requested this score, the rollout waits for that reply. If that call
     fails, one of the waiting rollouts asks the target itself. A rollout that asked in an earlier
@@ -317,8 +317,8 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
 
 
 async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Let the draft compute the entropies at its chunk's tokens, and return the proposal with a
-    score from these entropies.
+    """Let the draft read its chunk again and return an entropy per token. Return the proposal with
+    a score from these entropies.
     """
     chunk = proposal.chunk
     request = ScoreRequest(
@@ -437,8 +437,8 @@ async def _ask_in_text(
 
 
 async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Score the chunk by the text that the target writes in its place, and return the scored
-    proposal.
+    """Score the chunk by comparing it with the text that the target writes in its place. Return the
+    scored proposal.
     """
     target = builder.target
     request = builder.request("target")
@@ -463,12 +463,15 @@ async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> 
 
 
 async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
-    """Return the log-probability of the word that a request scores, summed over its tokens."""
+    """Return the log-probability of the word in the request's suffix, summed over the word's
+    tokens.
+    """
     return math.fsum((await target.score(request)).logprobs)
 
 
 def _excuse(error: EngineError) -> str:
-    """Return an error's message if the run can continue by escalating the chunk without a score.
+    """Return the message of an error that does not end the run. The run then escalates the chunk
+    without a score.
 
     :raises EngineError: if the engine is lost, or cannot score at all; then no decision is taken.
     """

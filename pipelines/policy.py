@@ -67,7 +67,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Default lengths for one kind of models. They replace the fields of a policy that are None."""
+    """Default lengths for one kind of models. A policy uses them for its fields that are None."""
 
     models: str
     max_tokens: int
@@ -106,7 +106,7 @@ PROMPT_FIELDS = ("{problem}", "{solutions}")
 
 @cache
 def own_prompt(name: PromptName) -> str:
-    """Return a prompt that is shipped with atts, by its name."""
+    """Return the text of a prompt that is shipped with atts, such as "select"."""
     file = resources.files("atts.pipelines").joinpath(f"{name}_prompt.txt")
     return file.read_text(encoding="utf-8").strip()
 
@@ -132,11 +132,11 @@ _FULL = 0.8
 @dataclass(frozen=True, slots=True)
 class ConfidenceStop:
     """The online rule of DeepConf: the first `warmup` rollouts run to their end; a later rollout
-    ends as soon as it is less confident.
+    ends once its confidence is below a threshold.
 
     The confidence of a rollout is its lowest mean log-probability over `window` consecutive tokens.
-    A rollout is less confident if its confidence is below the quantile `1 - keep` of the first
-    rollouts' confidences. The number of rollouts is too small for a guarantee.
+    The threshold is the quantile `1 - keep` of the confidences of those first rollouts that have
+    finished. They are too few for a statistical guarantee.
     """
 
     warmup: Annotated[
@@ -171,8 +171,8 @@ class ConfidenceStop:
         return min(means, default=math.inf)
 
     def is_below(self, rollout: Rollout, warmup: Sequence[Rollout]) -> bool:
-        """Return whether a rollout is less confident than the rollouts in `warmup` allow; False if
-        `warmup` is empty.
+        """Return whether a rollout's confidence is below the quantile `1 - keep` of the rollouts in
+        `warmup`. Return False if `warmup` is empty.
         """
         bars = sorted(self.sureness(line) for line in warmup)
         return (
@@ -424,8 +424,8 @@ class Policy:
     def _check_problems(self) -> None:
         """Check that the other fields of the policy allow the escalation of whole problems.
 
-        :raises OptionError: if the target or the draft would write no rollouts, or if there is a
-            barrier.
+        :raises OptionError: if the target or the draft would write no rollouts, or if `barrier`
+            makes rollouts wait for each other.
         """
         if self.drafter == "target" or self.barrier:
             raise OptionError(
@@ -461,8 +461,8 @@ class Policy:
         return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
     def of(self, sample: int) -> Policy:
-        """Return the policy of one rollout: if whole problems escalate, the target writes all
-        rollouts after the first wave.
+        """Return the policy of one rollout. If whole problems are escalated, every rollout after
+        the first wave gets a policy in which the target writes.
         """
         if self.escalates == "problem" and sample >= self.waves[0].stop:
             return replace(self, drafter="target", escalates="chunk")
@@ -630,7 +630,9 @@ def needed_logprobs(
 
 
 def _reads(gate: Gate | RoundGate) -> GateReads | None:
-    """Return the gate's attribute `reads`, which says what the gate reads; None if it has none."""
+    """Return the gate's attribute `reads`, which names the input of its decisions. Return None if
+    the gate lacks the attribute.
+    """
     return getattr(_innermost(gate), "reads", None)
 
 

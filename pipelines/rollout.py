@@ -85,10 +85,10 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 
 def _earlier_writer(builder: RolloutBuilder) -> Role | None:
-    """Return the model that began this chunk in an earlier session, or None. The same model also
-    continues the chunk.
+    """Return the model that began this chunk in an earlier session, or None. The same model must
+    also continue the chunk.
 
-    The speed of such a chunk is not measured, because recorded calls take no time.
+    Such chunks are left out of the speed measurements, because recorded calls take no time.
     """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
@@ -162,8 +162,8 @@ async def _drafted(
 async def _scored(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
 ) -> Scores:
-    """Let the target score the drafted tokens. Its reply also contains the tokens that it samples
-    itself, up to the first one that differs.
+    """Let the target score the drafted tokens. While it scores, the target also samples its own
+    token at each position, up to the first one that differs from the draft's.
     """
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
@@ -181,7 +181,9 @@ async def _scored(
 
 
 def _kept_tokens(drafted: TokenIds, drawn: TokenIds) -> int:
-    """Return how many drafted tokens the target also drew. Only the last drawn token may differ."""
+    """Return how many drafted tokens are the same as the target's samples. Only the target's last
+    sample may differ.
+    """
     return len(drawn) - (drawn != drafted[: len(drawn)])
 
 
@@ -274,8 +276,8 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
 async def _judge_while_drafting(
     builder: RolloutBuilder, proposal: Proposal, judge: Judge
 ) -> tuple[Decision, Proposal]:
-    """Judge the chunk while the drafter already writes the next chunk; an escalation discards the
-    next chunk.
+    """Judge the chunk while the drafter already writes the next one. If the chunk is escalated, the
+    next one is discarded.
 
     Writing ahead saves time, and changes neither the decision nor the text.
     """
@@ -469,8 +471,8 @@ def conclude(
 
 
 def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
-    """Return the rollout of a result. If the rollout did not finish, record whether it failed, was
-    cancelled, or became unnecessary.
+    """Return the rollout in a result. If the rollout did not finish, set `finish` to "failed",
+    "settled" (no longer needed for the vote) or "cancelled".
     """
     rollout = result.value or Rollout(problem.id, result.sample, prompt)
     if rollout.finish is not None:

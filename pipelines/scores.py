@@ -332,10 +332,9 @@ def mean_logprob(chunk: Chunk) -> float:
 def evidence(rule: Rule, chunk: Chunk) -> float:
     """Return how certain the author of a chunk is: 0 is certain, and lower values are less certain.
 
-    The value is -log of the score that the rule gives to the author's log-probabilities. Rules that
-    compare models, ask the target, or use a single token have no such score; for these rules the
-    value is the lowest log-probability of the chunk. Without log-probabilities the value is NaN,
-    which a gate must not treat as certainty.
+    For `mean`, `byte` and a user's own rule, the value is -log of the score that the rule gives to
+    the author's log-probabilities. For every other kind it is the lowest log-probability of the
+    chunk. Without log-probabilities the value is NaN, which a gate must not treat as certainty.
     """
     if not chunk.logprobs:
         return math.nan

@@ -81,9 +81,7 @@ class DraftLength:
 
 @dataclass(slots=True, eq=False)
 class BegunChunk:
-    """An unfinished chunk, with the model that began it, its start time and its number of tokens so
-    far.
-    """
+    """An unfinished chunk: the model that began it, its start time, and its tokens so far."""
 
     writer: Role
     since: float
@@ -225,11 +223,11 @@ class WriterChoice:
         return max(_MOST_LOST[0] * self.elapsed - self.lost, _GRACE * self.chunk_seconds)
 
     def _try_loss(self) -> float:
-        """Return the seconds lost by the current try: its time minus the time that the target needs
-        for the same tokens.
+        """Return how many seconds the draft's current try has lost: its duration minus the time in
+        which the target would write the same tokens.
 
-        For unfinished chunks of the target, the tokens so far are estimated from the speed of its
-        last chunk.
+        For unfinished chunks that the target writes, the tokens so far are estimated from the speed
+        of its last chunk.
         """
         assert self.tried_since is not None, "a trial of the draft must be in progress"
         pending = 0.0
@@ -246,8 +244,8 @@ class WriterChoice:
         self._go_on("target")
 
     def _looked(self, begun: BegunChunk, tokens: int, seconds: float) -> None:
-        """Decide, after a single chunk of the slower writer, whether this writer gets a stretch of
-        several chunks.
+        """Decide whether the slower writer gets a stretch of several chunks, now that it has
+        written a single one.
         """
         self.is_looking = False
         if begun.writer == "draft" and "target" in self.seconds:
@@ -282,7 +280,9 @@ class WriterChoice:
         return _MOST_LOST[0] * self.elapsed - self.lost > _UNSURE * self.chunk_seconds
 
     def _stretched(self, rate: float) -> None:
-        """Compare the writers' speeds after a stretch, and begin the next stretch."""
+        """Update the writer's speed after a stretch, choose the faster writer, and begin the next
+        stretch.
+        """
         was = self.rates.get(self.writer, rate)
         self.rates[self.writer] = (was + rate) / 2
         is_try = self.writer != self.best
@@ -298,7 +298,7 @@ class WriterChoice:
         self._go_on(best)
 
     def _go_on(self, writer: Role) -> None:
-        """Begin a stretch of chunks by this writer, and reset the counts of the stretch."""
+        """Begin a stretch of chunks by this writer, and reset the counters of the stretch."""
         if self.tried_since is not None:
             self.lost += max(0.0, self._try_loss())
         self.tried_since = self.now if writer == "draft" != self.best else None

@@ -76,8 +76,8 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:
-    """Return a class index for each answer, which is the same for equal answers. Identical strings
-    are compared only once.
+    """Return one class index per answer; equal answers have the same index. Identical strings are
+    compared only once.
     """
     distinct = list(dict.fromkeys(answers))
     groups = group(distinct) if len(distinct) > 1 else [0] * len(distinct)
@@ -135,8 +135,8 @@ def settled_probability(current: Tally, remaining: int) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: int) -> float:
-    """Return the probability that the rival's final count is at least the leader's, in a Dirichlet
-    model with three classes: the leader, the rival, and all others.
+    """Return the probability that a rival ends with at least as many votes as the leader. The
+    Dirichlet model has three classes: the leader, the rival, and all others.
     """
     prior = (first + 1.0, rival + 1.0, rest + float(rest_classes))
     total = 0.0

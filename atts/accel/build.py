@@ -392,8 +392,8 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
-    """Return the draft model's configuration: most options of the target, and a KV cache of `slots`
-    slots.
+    """Return the draft model's configuration: most of the target's options, and a KV cache of
+    `slots` slots.
     """
     assert plan.drafter is not None, "the plan must name a draft model"
     is_apart = _drafter_device(plan, config).type != device_of(config).type

@@ -40,9 +40,9 @@ def accelerated(
 
     The class `proposer`, which the loop's process instantiates, replaces the proposers that the
     options name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers
-    agree, and both models fit into main memory. On a GPU `lent` is not used, because it would take
-    memory from the target's cache; the options must name a drafter. Engines on models of one zoo
-    share a step loop if they have the same `replica`. See `LocalEngine` for `demand`.
+    agree, and both models fit into main memory. On a GPU, `lent` is ignored, because it would take
+    memory from the target's cache. So a GPU drafter must be named in the options. Engines on models
+    of one zoo share a step loop if they have the same `replica`. See `LocalEngine` for `demand`.
 
     :raises OptionError: an option has an unknown or impossible value.
     :raises UnsupportedByEngine: `chat` is set, but the model's folder has no chat template.

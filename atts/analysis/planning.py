@@ -460,8 +460,8 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """Return the answer class of a rollout, and whether the answer is correct, if turns are limited
-    to `turns`.
+    """Return a rollout's answer class and whether its answer is correct, with at most `turns` turns
+    per rollout.
 
     A rollout that needs more turns has no answer and counts as wrong.
     """
@@ -586,8 +586,8 @@ def _share(right: int, wrong: int) -> float:
 
 
 def _apart(answers: Sequence[str]) -> list[int]:
-    """Put each answer into a group of its own. The vote of the replay is not used here, so
-    equivalent answers need not be found.
+    """Put each answer into its own group, because this replay does not use votes and so need not
+    find equivalent answers.
     """
     return list(range(len(answers)))
 
@@ -693,10 +693,10 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
 
 
 def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield a note for each run with a gate.
+    """Yield a note for each run with a gate, unless the run's rate is 0 or 1.
 
-    The note states the gain over a coin of the same rate, or names the run that is needed to
-    measure the gain.
+    The note states the gain over random escalation (a coin) at the same rate. If no run with such a
+    coin is given, the note names the run that is needed to measure the gain.
     """
     coins = {data.rate: data for data in runs if data.method == "coin"}
     for data in runs:

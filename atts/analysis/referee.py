@@ -192,8 +192,10 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Return whether the votes agree enough to stop: their entropy is small compared with that of
-    as many different answers.
+    """Return whether the votes agree enough to stop.
+
+    Their entropy must be small compared with the entropy of the same number of votes for different
+    answers.
     """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
@@ -377,7 +379,7 @@ class PlayedProblem:
     rollouts: tuple[PlayedRollout, ...]
 
     def right(self) -> dict[int, float]:
-        """Return 1.0 for each answer class if most of its rollouts were graded as correct,
+        """Return one value per answer class: 1.0 if most of its rollouts were graded as correct,
         otherwise 0.0.
         """
         verdicts: dict[int, list[float]] = defaultdict(list)
@@ -807,7 +809,7 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
     the vote of all rollouts.
 
     The variance of a single order of arrival is used, because a real run has only one order per
-    problem. It is at least the variance of a rule whose answer is worse on 1 % of the problems.
+    problem. If a rule that loses 1 % of the problems has a larger variance, that variance is used.
     """
     difference = float(np.mean([one.difference for one in means]))
     square = float(np.mean([one.square for one in means]))
@@ -816,8 +818,8 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
 
 
 def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
-    """Return each problem's accuracy if every problem gets the same number of rollouts, such that
-    the mean cost is that of `costs`.
+    """Return each problem's accuracy with a fixed number of rollouts per problem, whose mean cost
+    is the mean of `costs`.
 
     If this cost lies between the costs of two rollout counts, their accuracies are interpolated
     linearly.

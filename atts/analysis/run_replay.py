@@ -420,8 +420,8 @@ def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple
 def _with_cut_turn(
     rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
 ) -> Rollout:
-    """Return the rollout. If it was cancelled during a turn because the vote was settled, add the
-    decision of that turn.
+    """Return the rollout. If it was cancelled during a turn because the vote was settled, the
+    decision of that unfinished turn is added.
     """
     _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
     if event is None or event.decision.score is None:
@@ -432,8 +432,8 @@ def _with_cut_turn(
 
 
 def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
-    """Return the part of a rollout within the policy's limit on turns; its decisions are not yet
-    compared with the record.
+    """Return a recorded rollout, cut after the policy's last turn. Its decisions are not yet
+    compared with the record, so `off_policy_from` is None.
     """
     turns = rollout.turns
     if policy.turns is not None:
@@ -640,8 +640,8 @@ def _check_scored(record: _Record) -> None:
 
 
 def _reads_texts(gate: object) -> bool:
-    """Return whether the gate may read the texts of chunks. Only gates of atts state that they do
-    not; any other gate might.
+    """Return whether the gate may read the texts of chunks. A gate of atts states whether it does;
+    any other gate is assumed to read them.
     """
     if gate is None:
         return False
@@ -659,7 +659,9 @@ class _RecordedGate:
         self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
-        """Return the recorded decision, even if the decision was based on a score."""
+        """Return the recorded decision. This gate needs no score, even if the run needed one to
+        decide.
+        """
         return self._of(features.question)[features.sample, features.turn]
 
     def decide(self, features: Features, score: float) -> Decision:

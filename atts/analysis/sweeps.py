@@ -315,8 +315,8 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The results of a run of a sweep. Costs are means per problem, computed as if the run had made
-    all calls itself, without replies of other runs.
+    """The results of a run of a sweep. Costs are means per problem. Calls that reuse a reply of
+    another run cost as much as if this run had made them.
     """
 
     name: str
@@ -385,8 +385,8 @@ class SweepReport:
 
     @property
     def curves(self) -> dict[str, list[ScalingPoint]]:
-        """Return the points of each curve in order; the key of a curve has the settings that are
-        constant along it.
+        """Return the points of each curve in order; the curve's key names the settings that are
+        constant along it, with their values.
         """
         by_curve = dict[str, list[ScalingPoint]]()
         for point in self.grid:
@@ -478,8 +478,8 @@ def _share_of_correct(one: FinishedProblem) -> tuple[str, float] | None:
 
 
 def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> list[ScalingPoint]:
-    """Compare each point with the target alone and with a coin, and return the points with these
-    differences.
+    """Return the points, each with its difference from the target alone. Points of the grid also
+    get their gain over a coin (random escalation).
     """
     by_method: dict[object, list[ScalingPoint]] = {}
     for point in points:
@@ -520,8 +520,8 @@ def _contrasts(
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Return True if the baseline can be compared with the point: they have the same value of each
-    setting of the baseline.
+    """Return True if a baseline can be compared with a point: each setting of the baseline has the
+    same value for the point, with some exceptions.
 
     The method may differ. A coin may also have another number of samples, because single rollouts
     are compared; other baselines may differ in all `LENGTHS`.

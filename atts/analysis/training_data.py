@@ -504,8 +504,8 @@ class _Tokens:
 
 
 def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
-    """Return the values as a list with one value per token, or a list of None if their number is
-    not `count`.
+    """Return the values as a list if there are `count` of them; otherwise return a list of `count`
+    Nones.
     """
     return list(values) if len(values) == count else [None] * count
 
@@ -514,8 +514,8 @@ def scored_chunks(case: FinishedCase) -> dict[tuple[int, int], tuple[float, ...]
     """Return the target's log-probabilities of every chunk that the draft wrote, keyed by sample
     and turn.
 
-    If several rollouts have the same text up to the end of a chunk, it was scored once. All these
-    rollouts get its values.
+    A chunk was scored only once if several rollouts have the same text up to its end. These
+    rollouts share its log-probabilities.
     """
     teacher = dict(case.teacher)
     by_text: dict[tuple[TokenIds, TokenIds], tuple[float, ...]] = {}

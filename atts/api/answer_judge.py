@@ -125,8 +125,8 @@ def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
 
 
 def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
-    """Read the judge's verdict from the last line of its reply. Return the status and the line's
-    word, or None and the reason why there is no verdict.
+    """Read the judge's verdict from the last line of its reply. Return the status and the judge's
+    verdict, or None and the reason why there is no verdict.
     """
     if is_cut:
         return None, "the judge's reply was cut off by the token limit"

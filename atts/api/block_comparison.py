@@ -118,7 +118,7 @@ class _Reference:
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
     def loss(self, chosen: Sequence[BlockSimilarity]) -> Loss:
-        """Measure the loss of the model if these blocks together replace some of its blocks."""
+        """Replace some of the model's blocks by all these blocks together, and measure the loss."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
         with substituted(

@@ -499,7 +499,7 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings that the chosen pair makes, except for keys that are already set."""
+    """Return the settings of the chosen pair, except for keys that the user set."""
     with _origins(settings):
         choice = msgspec.convert(_tables(settings), PairChoice)
         if choice.pair is None:
@@ -573,8 +573,8 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return a default for each token limit that is not set, from the models' budget, with its
-    origin.
+    """Return a default value, with its origin, for each token limit that is not set. The values are
+    the default token limits of the models.
     """
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
@@ -593,7 +593,7 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 @contextmanager
 def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
-    """Add to every error about a value the flag, variable or file that set this value."""
+    """Add the source of a value (its flag, variable or file) to every error about this value."""
     try:
         yield
     except OptionError as error:

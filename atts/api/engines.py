@@ -280,8 +280,8 @@ def _speculation(
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
-    """Return whether draft and target are models of one zoo that share blocks and therefore run in
-    one step loop.
+    """Return whether draft and target are models of one zoo that share blocks, so that a single
+    loop of decoding steps runs both.
     """
     from atts.models.stored_blocks import share_blocks
 
@@ -388,8 +388,8 @@ class _LocalWords(NamedTuple):
         speculation: SpeculationOptions | None,
         stages: StageOptions | None,
     ) -> _LocalWords:
-        """Change the options by the settings of an address; each setting must be a field of one of
-        the options.
+        """Apply the settings of an engine's address to the options, and return the updated options.
+        Each setting must be a field of one of the options.
 
         :raises OptionError: a setting is unknown or impossible.
         """
@@ -488,8 +488,8 @@ def _drafter_model(words: str) -> str:
 
 
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
-    """Change the options by the settings of an address. Return the changed options, and the
-    settings that are not fields of them.
+    """Apply an address's settings to the options. Return the updated options and the settings that
+    are not option fields.
     """
     known = {key.name: key for key in keys_of(type(base), base)}
     given = dict(parse_qsl(settings, keep_blank_values=True))
@@ -646,7 +646,7 @@ def _model_budget(engine: str | Engine) -> Budget:
 
 
 def _engine_words(engine: str | Engine) -> str:
-    """Return an engine's address as on the command line.
+    """Return an engine's address as it would be written on the command line.
 
     An engine object of an unknown class gets the address "scripted", so its default token limits
     are small.

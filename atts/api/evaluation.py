@@ -395,8 +395,10 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
 def _changed_problems(
     setup: Setup, stored: Manifest, now: dict[str, Any], then: dict[str, Any]
 ) -> list[str]:
-    """Return the keys by which the problems differ from those of the stored run, and add their
-    values to `now` and `then`.
+    """Return the keys that differ between the problems of this run and of the stored run. If no key
+    differs, return "problems": their texts or their order changed.
+
+    All compared values are added to `now` (this run) and `then` (the stored run).
     """
     keys = [name for name in _OF_PROBLEMS if name in setup.settings]
     here = {name: jsonable(setup.settings[name].value) for name in keys}

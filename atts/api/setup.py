@@ -395,7 +395,9 @@ class Setup:
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
-        """Return a setup with those settings of a recorded run that its gate depends on."""
+        """Return a setup with those settings of a recorded run that affect the decisions of its
+        gate.
+        """
         settings: dict[str, Any] = {
             name: setting.value for name, setting in manifest.configuration.items()
         }
@@ -476,7 +478,7 @@ class Setup:
         """Make a new gate and its calibrator.
 
         :raises OptionError: the method or rate scope is unknown, the method lacks a setting that it
-            needs, or its gate cannot keep the cap.
+            needs, or its gate cannot enforce the cap.
         :raises CalibrationInputError: the stored scores are not valid scores.
         """
         chosen = preset(self.method)
@@ -641,8 +643,8 @@ def _program_answers() -> Answers:
 
 
 async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None:
-    """Group answers in a worker thread, if this needs sympy and may take seconds. The results are
-    cached for later calls.
+    """Group answers in a worker thread if grouping may take seconds, because it needs sympy. The
+    results are cached for later calls.
     """
     from atts.evaluators import group, takes_long
 

@@ -407,7 +407,7 @@ def _is_over(directory: Path) -> bool:
 
 
 def _keep(planned: Sweep) -> None:
-    """Store the points of a sweep; points that earlier calls stored with other values are kept.
+    """Write the sweep's file: add the planned points to those that earlier calls stored.
 
     :raises JournalError: the directory contains a sweep with other settings.
     """
@@ -590,8 +590,8 @@ def _first_arms(rate: float) -> list[_Planned]:
 
 
 def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
-    """Return arms that use the best score with another takeover or rate, each with its coin; none
-    if no score helps.
+    """Return arms that combine the best score with another takeover or rate, each with a coin arm
+    to compare with. The result is empty if no score helps.
     """
     helpful = [row for row in report.rows if row.helps and row.arm.name in SCORES]
     if not helpful:

@@ -135,8 +135,8 @@ class TuneAdvice:
         return tuple(found)
 
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """Return the ranges of loads in which speculation pays: first load, last load, and number
-        of tokens to propose.
+        """Return the ranges of loads in which speculation saves time, each as its first load, last
+        load and number of tokens to propose.
         """
         ranges = list[tuple[int, int, int]]()
         before = 0

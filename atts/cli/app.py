@@ -35,7 +35,7 @@ DISK = 4
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line; print an error as one message on stderr, and return its exit code."""
+    """Run one command line, and return its exit code. Print an error as one message on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
@@ -64,8 +64,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """Build the command tree. Only the command named in `words` is imported; every command has a
-    help line.
+    """Build the command tree. To start fast, import only the command named in `words`; every other
+    command gets only its help line. Shell completion imports all commands.
     """
     codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
@@ -117,7 +117,9 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _misunderstood(error: Any) -> int:
-    """Print one line with the usage error, and one line with the command that prints the help."""
+    """Print the usage error on one line, and on a second line the command that prints the help.
+    Return the exit code.
+    """
     text = " ".join(str(error.format_message()).split())
     # The message is empty if the user named no command; typer has then printed the help.
     if not text:
@@ -136,8 +138,8 @@ def _failed(text: str, code: int) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether the program that reads our stdout or stderr has closed its pipe. If not, a
-    broken pipe is a failure.
+    """Return whether the program that reads our stdout or stderr has closed its pipe. If it has
+    not, a broken pipe (EPIPE) is a real failure.
     """
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
@@ -204,8 +206,8 @@ def _root(
 
 
 class Command(NamedTuple):
-    """A command or a group of commands; its code is `attribute` of `module`, imported only when
-    needed.
+    """A command or a group of commands. Its code is the attribute `attribute` of the module
+    `module`, which is imported only when needed.
     """
 
     module: str

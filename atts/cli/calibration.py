@@ -74,8 +74,8 @@ Source = Annotated[
 
 
 def rate_of(given: float | None, file: str) -> float:
-    """Return the given rate, or else the nominal rate of the run in the directory `file`, or else
-    0.4.
+    """Return `given` if it is set. Otherwise return the nominal rate of the run in the directory
+    `file`, or 0.4 if there is none.
     """
     from atts.api import RATE_OF_FILES
 

@@ -150,8 +150,8 @@ def _is_same(first: Comparison, second: Comparison) -> bool:
 
 
 def _coin_lines(methods: tuple[str, str]) -> list[str]:
-    """Return lines that explain the difference as a gain over a coin, if one of the runs used a
-    coin.
+    """Return lines that tell the user to read the difference as the gain over random escalation.
+    Return no lines unless exactly one run used the method `coin`.
     """
     first, second = methods
     fair = "The comparison is fair if both runs spent the same number of target tokens."
@@ -476,7 +476,9 @@ def _difference(compared: Comparison | None) -> str:
 
 
 def _rule_notes(found: Referee) -> Iterator[str]:
-    """Yield the meaning of the columns, and notes on omitted rollouts and rules."""
+    """Yield notes on the columns, on each rule, and on the rollouts and rules that were
+    left out.
+    """
     yield (
         "changed: share of answers that differ from the vote of all rollouts. minus all: "
         "accuracy minus that of the vote of all rollouts."
@@ -561,8 +563,8 @@ def _replay_tokens(side: ReplaySide, count: int | None) -> str:
 
 
 def _replay_rate(side: ReplaySide) -> str:
-    """Return the rate of escalation as a string. It covers only recorded chunks if some decisions
-    differ, because the text after such a decision is unknown.
+    """Return the escalation rate as a string. If some replayed decisions differ, the rate covers
+    only recorded chunks, because the text after a changed decision is unknown.
     """
     if math.isnan(side.rate.low) and not math.isnan(side.rate.value):
         return f"{side.rate.value:.3f} of recorded chunks"

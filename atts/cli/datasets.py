@@ -352,8 +352,8 @@ def grade(
 def _judged(
     results: Iterable[GradedRecord | BadRecord], model: str, prompt: Path | None, strict: bool
 ) -> list[GradedRecord | BadRecord]:
-    """Let a model grade the results that the rules leave unscored, and return all results in their
-    order.
+    """Let a model grade the results that the rules left unscored. Return all results in their
+    original order.
     """
     from functools import partial
 

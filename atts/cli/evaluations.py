@@ -283,8 +283,8 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 
 def _what(result: RunResult, configuration: Configuration) -> str:
-    """Return the method and the dataset of a run. A run of `atts combine` has those of the run that
-    it combined.
+    """Return the method and the dataset of a run. For a run made by `atts combine`, return those of
+    the original run.
     """
     settings = result.manifest.settings
     names = [
@@ -314,8 +314,8 @@ def _answered_by(result: RunResult) -> str:
 
 
 def _leaning(result: RunResult) -> str:
-    """Return a warning if a settled vote cancelled rollouts, because pass@1 leaves these rollouts
-    out; else "".
+    """Return a warning that pass@1 is biased, because it leaves out the rollouts that were
+    cancelled once the vote was settled. Return "" if no rollout was cancelled.
     """
     spared = sum(
         sample.verdict == "spared" for problem in result.problems for sample in problem.samples
@@ -348,8 +348,8 @@ def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """Return table rows on abstention: the share of answered problems, the wrong share among them,
-    and the guarantee.
+    """Return table rows on abstention: the fraction of problems that were answered, the fraction of
+    those answers that are wrong, and the guarantee.
     """
     answered = result.answered
     if answered is None:
@@ -365,8 +365,8 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return how many problems are unlike the problems of the stored scores, with a reason; "" if
-    there are none.
+    """Return how many problems have scores that look unlike the stored scores, with a reason.
+    Return "" if there are none.
     """
     doubted = [one for one in result.problems if one.doubt]
     if not doubted:

@@ -45,8 +45,8 @@ _KEYS: Mapping[str, str] = {"temperature": "sampling.temperature", "top_p": "sam
 def _key(
     help: str, default: str | bool = True, *names: str, kind: Any = str, metavar: str | None = None
 ) -> Parameter:
-    """Return the command-line option of a configuration key. Without the option on the command line
-    the value is None; the help shows `default`.
+    """Return the command-line option that sets a configuration key. Its value is None if the user
+    does not give it; `default` is only shown in the help.
     """
     option = typer.Option(None, *names, help=help, show_default=default, metavar=metavar)
     return Parameter("key", Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
@@ -214,10 +214,10 @@ OPTIONS: Mapping[str, Parameter] = {
 
 
 def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command the options for configuration keys; `configured`
-    reads their values.
+    """Return a decorator that adds to a command the options for configuration keys. `configured`
+    later reads the values of these options.
 
-    `order` names the options in the order of the help. Each name is a configuration key or a
+    `order` lists the options in the order of the help. Each name is a configuration key or a
     parameter of the command; if it is both, the parameter defines the option.
     """
 
@@ -242,7 +242,7 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
-    """Return the configuration keys that the options of a command line set, with their values."""
+    """Return the configuration keys and values that were set by options on the command line."""
     from atts.api import config_keys
 
     flags: dict[str, object] = {}

@@ -248,7 +248,7 @@ def _trouble(snapshot: ProgressSnapshot) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as a readable text.
+    """Return a duration as a readable string.
 
     >>> duration(4.2), duration(75), duration(7300)
     ('4 s', '1:15', '2:01:40')

@@ -189,11 +189,11 @@ def follow(
     every: float = EVERY_SECONDS,
     wait: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `write` now, each time that the journal has grown, and once more when the run has ended.
+    """Call `write` now, each time the journal has grown, and once more when the run has ended.
+    Return the last result.
 
-    At least `every` seconds lie between two successful calls during the run. The result of the last
-    call is returned. A journal line that is still being written looks damaged, so damage is
-    reported only after the run has ended.
+    During the run, successful calls are at least `every` seconds apart. A journal line that is
+    still being written looks damaged, so damage is reported only after the run has ended.
 
     :raises JournalError: there is no run, or the run is over and its journal cannot be read.
     """
@@ -472,7 +472,9 @@ def import_run(
 
 
 def _lines(made: Imported) -> Iterator[str]:
-    """Yield lines on the imported rollouts, and on what the files leave unknown."""
+    """Yield lines that describe the imported rollouts, and lines on facts that the files do not
+    contain.
+    """
     yield str(made.directory)
     yield (
         f"{counted(made.rollouts, 'rollout')} of {counted(made.problems, 'problem')}, up to "

@@ -250,7 +250,7 @@ def _tree(parts: Sequence[SharedPart], indent: str) -> Iterator[str]:
 
 
 def megabytes(size: int) -> str:
-    """Return a number of bytes as a short text with its unit.
+    """Return a number of bytes as a short string with its unit.
 
     >>> megabytes(12_345_678), megabytes(512)
     ('12.3 MB', '0.5 kB')

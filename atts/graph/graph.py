@@ -162,7 +162,9 @@ class RetryPolicy:
 
 
 class AdmissionGroup(Protocol):
-    """Rollouts that one problem submitted together, as `Admission` sees them."""
+    """Interface through which `Admission` starts and closes rollouts that one problem submitted
+    together.
+    """
 
     @property
     def unit(self) -> int:
@@ -358,8 +360,8 @@ class GraphState:
         self.emit(span)
 
     def has_given_up(self, status: RolloutStatus) -> bool:
-        """Update the count of consecutive failed rollouts, and return True if the count has reached
-        the policy's limit.
+        """Update the count of consecutive failed rollouts, and return True if it has reached the
+        policy's limit.
         """
         if status == "failed":
             self.failures_in_row += 1
@@ -412,8 +414,8 @@ class Run:
 
 
 class Caller:
-    """The base class of rollouts and problems, which call engines. Calls of one caller may run
-    concurrently.
+    """Base class of the scopes of rollouts and problems, which make engine calls. Calls of one
+    caller may run concurrently.
     """
 
     __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "promised", "sample")
@@ -454,9 +456,9 @@ class Caller:
         `function(*args)` as a node of the graph.
 
         `engine` names the engine whose limit applies; the default is the name of the stage.
-        `function` must not itself make calls through the graph. If `record` is given, a successful
-        call passes its span and its result to `record`, and no span to the sink. The slot is given
-        back when `record` returns.
+        `function` must not itself make calls through the graph. If `record` is given, it receives
+        the span and the result of a successful call, and the sink does not receive the span. The
+        slot is given back when `record` returns.
 
         :raises Exception: the function's last error, after all attempts that the policy allows, or
             an error of `record`.
@@ -671,7 +673,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Round:
-    """One round, at the end of which all rollouts of a group wait for each other.
+    """One round of a group, at the end of which all of the group's rollouts wait for each other.
 
     Once the round is closed, `values` has the values of all rollouts, and `frontier` has the ids of
     all calls that the round waited for.
@@ -1213,8 +1215,8 @@ class Graph:
         """Open the problems one by one.
 
         A problem is opened when the limits allow it, and the previous problem has called an engine
-        or submitted rollouts. A previous problem that does neither delays it by at most
-        `OPENING_SECONDS`.
+        or submitted rollouts. If the previous problem does neither within `OPENING_SECONDS`, the
+        next one no longer waits for it.
         """
         for index, problem in enumerate(problems):
             await self._admission.room()

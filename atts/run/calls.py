@@ -125,8 +125,8 @@ class Stop:
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
-        """Count a call as in flight during the block, so that a run that was asked to end waits for
-        it.
+        """Count a call as in flight during the block. A run that was asked to end waits for the
+        calls in flight.
         """
         self.calls += 1
         try:
@@ -189,8 +189,8 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """The votes of an earlier run, and the condition under which a comparison with them ends this
-    run.
+    """The votes of an earlier run, and the rule that ends this run once a comparison with those
+    votes is decided.
 
     The order of the problems must not depend on the votes. A random order drawn with a seed is
     suitable.
@@ -232,7 +232,9 @@ class SequentialComparison:
         self._over: dict[str, float | None] = {}
 
     def needs(self, problem: str) -> bool:
-        """Register the next problem of the dataset, and return whether it must be solved."""
+        """Register the next problem of the dataset. Return False if the comparison is already
+        decided, so that the problem can be skipped.
+        """
         if self._rule is not None:
             self._order.append(problem)
             self._look(self._rule)
@@ -246,7 +248,7 @@ class SequentialComparison:
         return True
 
     def end(self, line: FinishedProblem) -> None:
-        """Register the result of a problem that will not run again."""
+        """Register the final result of a problem, and update the comparison."""
         if self._rule is not None:
             self._over[line.problem] = None if line.verdict is None else float(line.is_correct)
             self._look(self._rule)
@@ -523,8 +525,8 @@ class RunLengthEstimate(RunLength):
     """An estimate of how many gate decisions a run still has to make, from the number of decisions
     in each rollout so far.
 
-    The number of rollouts is known in advance. For each n, the estimate uses the fraction of
-    rollouts with n decisions that made at least one more. Products of these fractions are the
+    The number of rollouts is known in advance. The estimate first finds, for each n, the fraction
+    of rollouts that made another decision after n decisions. Products of these fractions are the
     Kaplan-Meier estimate of the distribution of a rollout's length. When a problem finishes, all of
     its rollouts end.
 
@@ -584,7 +586,9 @@ class RunLengthEstimate(RunLength):
         return left / (left + self._decided)
 
     def count(self, decision: Decision) -> None:
-        """Count a decision, unless it only requests a score. Each turn counts once."""
+        """Count a gate decision. A decision that only requests a score is ignored, and each turn
+        counts once.
+        """
         if decision.action == "verify":
             return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
@@ -641,7 +645,7 @@ class ProblemsLeft(RunLengthEstimate):
         return max(1, self._problems - self._made) / self._problems
 
     def count(self, decision: Decision) -> None:
-        """Count a decision, unless it only requests a score."""
+        """Count a gate decision. A decision that only requests a score is ignored."""
         self._made += decision.action != "verify"
 
     def end(self, problem: str, sample: int) -> None:
@@ -674,8 +678,8 @@ class Recorder:
         self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Write an event to the journal and pass it to the listeners. A `second` event is written
-        to the same line.
+        """Write an event to the journal and pass it to the listeners. If `second` is given, write
+        both events to one journal line.
 
         :raises StorageError: the journal cannot be written.
         """
@@ -691,8 +695,8 @@ class Recorder:
                 tell(second)
 
     def decided(self, event: Decided) -> None:
-        """Hold back a decision until its observation comes, so that both are recorded in one line.
-        If another event comes first, the decision is recorded before it.
+        """Keep a gate's decision in memory until its outcome is observed, so that both are written
+        to one journal line. If another event comes first, the decision is written before it.
         """
         waiting = self._decided
         self._decided = None
@@ -711,12 +715,14 @@ class Recorder:
             self._decided = event
 
     def relived(self, decision: Decision) -> None:
-        """Count a decision that an earlier session recorded, when this session reaches it again."""
+        """Count a decision that an earlier session recorded, when this session repeats the same
+        step.
+        """
         self._left.count(decision)
 
     def observed(self, decision: Decision, escalated: bool) -> None:
-        """Record what was done after a decision. If no event came between them, both are recorded
-        in one line.
+        """Record whether a judged chunk was really escalated. If no other event came after the
+        decision, both are written to one journal line.
         """
         self._escalations.count(decision, escalated)
         event = self._decided
@@ -805,8 +811,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record this session's turns up to index `end`, from the first recorded turn that it did
-        not repeat. They replace the turns that an earlier session recorded.
+        """Record this session's turns up to index `end`, so that they replace those of an earlier
+        session. Begin at the first recorded turn that this session did not repeat.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)
@@ -819,8 +825,8 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """Return a string for comparing turns of different sessions. It leaves out the issue number and
-    the origin of the decision, which may differ between sessions.
+    """Return a string for comparing turns of different sessions. The string leaves out two fields
+    of the decision that may differ between sessions: `issue` and `origin`.
 
     Strings are compared, and not turns, because a rate may be NaN.
     """
@@ -830,8 +836,8 @@ def _timeless(turn: Turn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
-    """The recorded steps of one problem, which answer repeated calls, and the recorder for new
-    calls.
+    """The recorded results of one problem's engine and gate calls, and the recorder for new calls.
+    Repeated calls get the recorded results.
     """
 
     recorder: Recorder
@@ -891,7 +897,7 @@ class RecordedGate:
         self._alarms = alarms
 
     def _recall(self, calls: deque[Decided | Observed]) -> Decision:
-        """Return the next recorded decision, and remove it from the recorded steps."""
+        """Remove the next recorded decision from the queue, and return it."""
         decision = calls.popleft().decision
         self._steps.recorder.relived(decision)
         return decision
@@ -939,7 +945,7 @@ class RecordedGate:
 
 class RecordedRoundGate:
     """A gate that ranks whole rounds, and returns recorded decisions where they exist. The real
-    gate still ranks every round, because it carries rounding remainders from round to round.
+    gate still ranks every round, because its rounding errors carry over to the next round.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
@@ -1068,8 +1074,8 @@ class Deadlines:
 
 
 class EngineCalls:
-    """The engine that a pipeline calls for one rollout. It wraps a real engine, and the calls pass
-    through these methods, of which each has one task:
+    """The engine that a pipeline calls for one rollout. It wraps a real engine. A call passes
+    through these methods, and each method has one task:
 
         sample, score      name the call and count the tokens that it may need
         scope.call         waits for a slot, times the call, retries it (`atts.graph`)
@@ -1142,7 +1148,7 @@ class EngineCalls:
         return scores
 
     async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
-        """Make the call as a node of the task graph, which waits for a slot, times the call and
+        """Run the call as a node of the task graph. The graph waits for a slot, times the call and
         retries it.
         """
         log = self._log
@@ -1164,8 +1170,8 @@ class EngineCalls:
         return result
 
     async def _outlast_outage(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Make the call. If the engine was lost, wait until it is available again before raising
-        the error, so that the next attempt finds the engine.
+        """Make the call. If the engine was lost, wait until it is available again, and only then
+        raise the error. The next attempt then finds the engine.
         """
         try:
             return await self._recall_or_ask(log, call)
@@ -1322,8 +1328,8 @@ class EngineCalls:
             log.recorder.record(event)
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the scores that an earlier session recorded for this call, or None. The record
-        stays available for the call itself.
+        """Return the scores that an earlier session recorded for this call, or None. Reading them
+        does not remove the record, which later answers the call itself.
         """
         calls = self._recorded(request)
         if calls and isinstance(calls[0], Scored):
@@ -1331,11 +1337,11 @@ class EngineCalls:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the largest `max_tokens`, up to that of `request`, with which an earlier session
-        recorded this request. All other fields of the recorded request must be the same.
+        """Return the token limit of the same request in an earlier session: the largest recorded
+        one, up to `request.max_tokens`. All other fields must be the same.
 
         The result is 0 if no such request was recorded, or if recorded replies are not returned at
-        once. The record stays available, because the call itself needs it later.
+        once. Reading the limit does not remove the record, which later answers the call itself.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0
@@ -1502,8 +1508,8 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
 
 
 class SharingEngine(EngineAround):
-    """An open engine that shares replies with other runs of the same set. It may answer a request
-    with a reply that another of these runs received.
+    """An open engine that shares replies between the runs of a sweep or of a pilot. It may answer
+    a request with a reply that another run received.
 
     Seeds depend on the run's seed, the problem, the sample and the turn. So if two runs send the
     same request to the same model, they would get the same reply anyway. If a server is not
@@ -1519,8 +1525,8 @@ class SharingEngine(EngineAround):
         self._identity = engine_identity(engine.spec)
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the stored reply to a request; if there is none, ask the engine and store its
-        reply.
+        """Return the stored reply to a request. If there is none, ask the engine, and store its
+        reply if it is valid.
         """
         kind = Completion if isinstance(request, SampleRequest) else Scores
         key = request_key(self._role, request)
@@ -1543,8 +1549,8 @@ class SharingEngine(EngineAround):
         return answer
 
     def _is_valid(self, request: SampleRequest | ScoreRequest, answer: Any) -> bool:
-        """Return whether the run would accept the reply. Other replies are not stored, because the
-        run repeats the request.
+        """Return whether the run would accept the reply. An invalid reply is not stored, because
+        the run will repeat the request.
         """
         try:
             if isinstance(request, SampleRequest):

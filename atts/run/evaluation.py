@@ -116,7 +116,7 @@ class Pipeline(Protocol):
 
 
 class Judgement(Protocol):
-    """The verdict of a grader, such as the graders of `atts.evaluators` return."""
+    """A grader's verdict on one answer, as the graders of `atts.evaluators` return it."""
 
     @property
     def status(self) -> Literal["equal", "different", "unscored"]:
@@ -138,7 +138,7 @@ thread, so it may take long.
 
 
 def _nothing_kept(problem: str) -> None:
-    """Do nothing; used for gates that store no data about single problems."""
+    """Do nothing. This is the `forget` of gates that store no data about single problems."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -241,8 +241,8 @@ class RunSpec:
             )
 
     def resolved(self) -> RunSpec:
-        """Return the plan with its default lengths limited to the contexts of the engines, which
-        must be open.
+        """Return the plan with its default lengths cut to the shorter context length of the two
+        engines. The engines must be open.
         """
         if self.policy_for_context is None:
             return self
@@ -320,7 +320,9 @@ class RunSpec:
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
-    """Return what an engine's probe of its server found, as settings keyed by role and name."""
+    """Return the findings of an engine's server probe as settings. Each key is the engine's role
+    and the name of the finding, joined by a dot.
+    """
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
@@ -331,7 +333,7 @@ _FLOPS_PER_CORE = 2e10
 
 
 def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
-    """Yield each warning about the open engines, as its code and its text."""
+    """Yield the code and the message of each warning about the open engines."""
     yield from _short_contexts(run)
     yield from _slow_models(run, problems)
 
@@ -410,7 +412,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of one session of a run, which is the part that one process does.
+    """Options of one session, which is the part of a run that one process does.
 
     :raises OptionError: for an unknown choice.
     """
@@ -618,8 +620,8 @@ class _Run:
         self._seen: Literal["some", "all"] = "some"
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
-        """Solve all problems that are left, and return the result. In the run's first session, also
-        record warnings: `doubt`, and those of the plan and the engines.
+        """Solve all problems that are left, and return the result. The run's first session also
+        records warnings: `doubt`, the plan's warnings, and warnings about the engines.
         """
         began = anyio.current_time()
         proposed = speculated_by(self._plan.target)
@@ -697,8 +699,8 @@ class _Run:
         self._seen = "all"
 
     async def _end_when_asked(self) -> None:
-        """Wait until the run has been asked to end and no call is in flight (or until the second
-        request), then end the graph.
+        """Wait until the run has been asked to end and no call is in flight, then cancel the task
+        graph. A second request ends the wait at once.
         """
         await self._options.stop.finished()
         self._graph.cancel("interrupted")
@@ -716,8 +718,8 @@ class _Run:
             self._recorder.record(Warned("interrupted", text))
 
     async def _end_when_spent(self, account: Account) -> None:
-        """Wait until a cap refuses a call and no call is in flight, or the time is up. Then end the
-        run in the way that `on_limit` chooses.
+        """Wait until the time is up, or until a cap refuses a call and no call is in flight. Then
+        end the run in the way that `on_limit` chooses.
         """
         limit = await account.exhausted(self._state.seconds)
         self._limit = limit

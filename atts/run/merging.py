@@ -56,7 +56,7 @@ class Shard:
         >>> Shard.parse("2/3").take("abcdefgh")
         'beh'
 
-        :raises OptionError: the text does not have the form NUMBER/COUNT, or names an impossible
+        :raises OptionError: the string does not have the form NUMBER/COUNT, or names an impossible
             shard.
         """
         number, _, of = text.partition("/")
@@ -203,7 +203,9 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
 
 
 def _neutral(manifest: Manifest) -> Manifest:
-    """Return the manifest without the fields in which merged runs may differ."""
+    """Return the manifest without its dataset digest and its shard and merge settings. Merged runs
+    may differ in them.
+    """
     configuration = {
         name: setting
         for name, setting in manifest.configuration.items()
@@ -257,8 +259,8 @@ def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) 
 def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterator[Entry]:
     """Yield the journal entries of all runs, one run after the other.
 
-    The entries that start a problem come first, for all runs together, directly after the opening
-    of the first session.
+    The entries that start problems are moved to the front, directly after the entry that opens the
+    first session.
     """
     # Amounts that are added to the session and node ids of the next run, so that the ids of
     # different runs do not collide.
@@ -277,8 +279,8 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
 
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
-    """Return the event with its session and node ids increased, so that they do not collide with
-    ids of the runs before.
+    """Return the event with its session and node ids increased, so that they differ from those of
+    the earlier runs.
     """
     if isinstance(event, SessionOpened):
         return structs.replace(event, schema=SCHEMA, session=event.session + sessions)

@@ -186,8 +186,8 @@ class _Durations:
         return self._beyond(ages, ages)
 
     def _beyond(self, starts: Sequence[float], ages: Sequence[float]) -> list[float]:
-        """Return, for each age in `starts`, the expected remaining seconds of a rollout of that
-        age; `ages` are the ages of rollouts in flight.
+        """Return, for each age in `starts`, how many more seconds a rollout of that age is expected
+        to run. `ages` are the present ages of the rollouts in flight.
         """
         last = max([*self.ended, *ages], default=0.0)
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]

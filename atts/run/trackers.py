@@ -374,7 +374,9 @@ class RunDescription:
 
 
 Point = tuple[int, Mapping[str, float]]
-"""A step (the number of finished problems), and the run's metrics at this step, keyed by name."""
+"""A point: the number of finished problems (the step), and the run's metrics after them, keyed by
+name.
+"""
 
 
 class Tracker(Protocol):
@@ -611,8 +613,8 @@ class TrackedRun(Background):
         self._is_open = False
 
     def remember(self, event: Event) -> None:
-        """Count an event of an earlier session, without sending a point. The tracker already has
-        these numbers, or gets their sum when the run begins.
+        """Add an event of an earlier session to the totals, without sending a point. The tracker
+        already has its points, or gets the totals when the run begins.
         """
         self._totals.add(event)
 
@@ -681,10 +683,11 @@ class _ProblemNumbers:
 
 
 class RunningTotals:
-    """Sums over the finished problems of a run, updated with each of the run's events.
+    """Totals over the finished problems of a run, updated with each event. Only the realised rate
+    also counts chunks of unfinished problems.
 
-    A problem that was incomplete can finish again in a later session; it then replaces its earlier
-    values.
+    A problem that was incomplete can finish again in a later session. Its new values then replace
+    the old ones.
     """
 
     def __init__(self) -> None:

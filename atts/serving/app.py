@@ -41,9 +41,7 @@ _CLOSE = {"Connection": "close"}
 that the server need not read the rest of the body.
 """
 _USER = "atts.user"
-"""Key in a request's ASGI scope that holds the user's name, which was found by the request's API
-key.
-"""
+"""Key in a request's ASGI scope under which the name of the API key's user is stored."""
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:

@@ -189,8 +189,8 @@ class Reply:
 
     @property
     def content(self) -> str:
-        """Return the content of the reply, cut before its first stop string. This is the voted
-        answer, or without one the whole text.
+        """Return the content of the reply: the voted answer, or the whole text if there is none.
+        The content is cut before its first stop string.
         """
         return self._content[0]
 

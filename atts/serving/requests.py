@@ -206,7 +206,7 @@ class SolveRequest:
         return self.policy, sampling, stop, atts.samples, atts.early_stop, atts.rate, atts.combine
 
     def setup(self, base: Setup) -> Setup:
-        """Return the server's setup, changed by the settings of this request.
+        """Return a copy of the server's setup with this request's settings applied.
 
         :raises RequestError: a setting is impossible.
         """
@@ -436,7 +436,9 @@ def _is_task(text: str) -> bool:
 
 
 def _alone(offer: Offer) -> str:
-    """Return the method with which the server's cheapest model answers alone."""
+    """Return the method in which only one model answers: `draft-only` if the server has it, or else
+    the server's first method.
+    """
     return "draft-only" if "draft-only" in offer.methods else offer.methods[0]
 
 
@@ -601,8 +603,8 @@ def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
 
 
 def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
-    """Return the caps of a request, each lowered to the server's cap per request if it is
-    higher.
+    """Return the caps of a request. Each is at most the server's cap per request, which also
+    applies if the request sets none.
     """
     given = {one.name: getattr(atts, one.name) for one in fields(Caps)}
     try:

@@ -288,8 +288,8 @@ class ResponseEvents(Events):
         yield self._event("response.failed", response=body)
 
     def _add(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yield the events that add text to an output item, preceded by the events that open it if
-        it is not open.
+        """Yield the events that add text to an output item. If the item is not open yet, first
+        yield the events that open it.
         """
         if self._open != kind:
             self._open = kind

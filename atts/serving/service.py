@@ -172,8 +172,8 @@ class FairSlots:
             self._give(user, ticket, cost.value)
 
     def _heaviest(self, name: str) -> _User | None:
-        """Return the user who would have to give up a place in the full queue to a new request of
-        user `name`. Return None if the new request must be rejected instead.
+        """Return the user who must give up a place in the full queue, so that user `name` can
+        enter. Return None if the new request must be rejected instead.
         """
         mine = self._users.get(name)
         share = self._share(name)
@@ -239,7 +239,7 @@ def conformal_gate(plan: RunSpec) -> ConformalGate | None:
 
 @dataclass(frozen=True, slots=True)
 class _ChangedState:
-    """The state of a calibrator that is not saved yet, and the file in which it belongs."""
+    """The state of a calibrator that has not been saved yet, and the file to save it in."""
 
     path: Path
     state: Any
@@ -741,7 +741,7 @@ class Service:
             self._file.merge(run)
 
     def _count_judged(self, method: str, rate: float, live: LiveRun) -> None:
-        """Record how many chunks of a request were judged and escalated.
+        """Record how many chunks of a request were judged and how many of them were escalated.
 
         The realised rate over the latest requests is computed from these counts.
         """
@@ -905,7 +905,7 @@ def _guarantee(gate: object) -> str:
 
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
-    """Convert a request to a problem, and add the client's system prompt to the plan."""
+    """Return the problem in a request, and the plan with the client's system prompt added."""
     # The problem's name determines its random numbers. With a seed, use the name that `atts solve`
     # uses, so that both give the same answer.
     name = "problem" if request.seed is not None else run

@@ -166,7 +166,9 @@ class EventStream(Response):
                 await _body(send, b"".join(events.written(text)))
 
     def _rest(self, reply: Reply) -> str:
-        """Return the text of the reply that has not been streamed yet."""
+        """Return the part of the reply that must still be sent. If the reply shows another rollout
+        than the stream, this is its whole text after a separator.
+        """
         speaker = reply.speaker
         if speaker is not None and speaker.sample == self._leader:
             return reply.text.removeprefix(self._sent)

@@ -216,7 +216,7 @@ def test_twice_the_nominal_rate_is_reported_first(run: Path, tmp_path: Path) -> 
 
     report = build_report(_rewrite(run, tmp_path / "run", escalate)).report
     assert report.verdict.standing == "bad"
-    assert "outside" in report.verdict.line
+    assert "off target" in report.verdict.line
 
 
 @pytest.mark.parametrize("keep", [1, 3, 40, 200])

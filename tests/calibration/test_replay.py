@@ -354,4 +354,4 @@ def test_check_of_a_published_array(array_of: Callable[..., StoredScores]) -> No
     with pytest.raises(CalibrationInputError):
         examine(StoredScores.of([]), 0.4)
     tiny = examine(StoredScores.of([1.5, 1.6]), 0.1)
-    assert any("too few" in warning for warning in tiny.warnings)
+    assert any("needs more than 2 scores" in warning for warning in tiny.warnings)

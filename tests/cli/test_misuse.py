@@ -300,7 +300,7 @@ CASES = [
         "no tokens below none",
         f"eval {RUN} --target embedded?drafter=embedded&k=-1",
         USAGE,
-        ("is -1", "0 to 32"),
+        ("-1 is out of range", "0 to 32"),
     ),
     Case(
         "drafter that is not there",

@@ -229,7 +229,7 @@ def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> 
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p"}, {"problem": "q"}])
     found = load_dataset(path, options=LoadOptions(answers="optional"))
     assert [it.answer for it in found] == [None, None]
-    assert "2 of 2 problems have no reference answer" in found.notes[0]
+    assert "the reference answer is missing: 2 of 2 problems" in found.notes[0]
 
 
 def test_repeated_texts_are_noted(tmp_path: Path) -> None:

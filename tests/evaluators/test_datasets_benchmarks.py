@@ -106,7 +106,7 @@ def test_math100_is_refused_from_a_part_of_math500(tmp_path: Path, shared_data: 
     """
     lines = (shared_data / "benchmarks" / "math500.jsonl").read_text().splitlines()[:499]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DatasetError, match="sample of 500 problems"):
+    with pytest.raises(DatasetError, match="sample of the 500 problems"):
         load_dataset("math100", options=LoadOptions(file=tmp_path / "part.jsonl"))
 
 

@@ -81,7 +81,8 @@ def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model:
     config = worker_config(make_model("llama"), pieces=1_000_000)
     worker = ProcessWorker()
     with pytest.raises(
-        EngineError, match=r"loading with exit code 7; last output: libfoo\.so: cannot open"
+        EngineError,
+        match=r"loading the model, with exit code 7; last output: libfoo\.so: cannot open",
     ):
         worker.open(config, lambda report: None)
     worker.close()

@@ -320,7 +320,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other attention": (
         _edit(layer_types=["chunked_attention"] * 3),
-        "attention chunked_attention",
+        "attention type chunked_attention",
     ),
     "half a rotation": (
         _edit(
@@ -334,7 +334,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "heads that do not divide": (
         _edit(num_key_value_heads=3),
-        "not a multiple of the number of key-value heads .3",
+        "not a multiple of the number of key-value heads (3)",
     ),
     "impossible config": (_edit(num_attention_heads=7), "cannot be read as a model configuration"),
     "broken index": (

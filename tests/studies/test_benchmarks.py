@@ -143,6 +143,7 @@ def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]
 
 _STUDIES_OF = {
     "frontier": {"frontier", "field"},
+    "real-servers": set(),  # its commands and their output; `./scripts/test servers pair` runs them
     "serving": {"serve"},
     # this page also has small runs, and live runs compared with replays
     "statistics": {"statistics", "small", "replay"},

@@ -50,8 +50,8 @@ class ToldTarget(InlineTransport):
 
 
 class RemoteRows(DraftedRows):
-    """Rows of the slot table and cache slots for the sequences of a target in another process. A
-    sequence gets no drafts while no row is free, or too few slots are.
+    """Assigns slot-table rows and cache slots to the sequences of a target in another process. A
+    sequence gets no drafts while no row is free, or while too few slots are free.
     """
 
     def __init__(self, slots: int, rows: int, width: int) -> None:

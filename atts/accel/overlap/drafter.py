@@ -31,11 +31,11 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """A rule for which outcomes of a verification the drafter guesses. It always guesses that all
-    tokens are accepted.
+    """The rule that selects which outcomes of a verification the drafter guesses.
 
-    At each position, it also guesses the `fan` likeliest tokens. If `is_told` is true, the target's
-    early exit estimates their probabilities; otherwise, the draft model does.
+    It always guesses that all tokens are accepted. At each position, it also guesses the `fan`
+    likeliest tokens. If `is_told` is true, the target's early exit estimates their probabilities;
+    otherwise, the draft model does.
     """
 
     fan: int
@@ -54,10 +54,8 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """Estimates for one position of a proposal.
-
-    They are the probability that the proposed token is accepted, and the likeliest tokens at this
-    position with their probabilities.
+    """Estimates for one position of a proposal: how likely the proposed token is to be accepted,
+    and the likeliest tokens there with their probabilities.
     """
 
     # probability that the proposed token is accepted if all tokens before it are accepted; 1 at the
@@ -189,8 +187,8 @@ class DraftBranch:
 
 @dataclass(slots=True)
 class DraftLine:
-    """One sequence at the start of a step: its text, its proposal, and the branches for guessed
-    outcomes of the proposal.
+    """One sequence at the start of a step: its text, its proposal, and the branches that continue
+    guessed outcomes of the proposal.
     """
 
     ask: Ask
@@ -221,8 +219,8 @@ class DraftJob:
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
-    """Pairs of cache slots, one pair for each sequence whose outcome was guessed. Keys and values
-    are copied from the chosen branch's slots to the sequence's slots.
+    """Pairs (source slots, destination slots), one for each sequence whose outcome was guessed.
+    Keys and values are copied from the chosen branch's slots to the sequence's slots.
     """
     # batches of prompt and text tokens that the draft model has not computed yet
     texts: list[StepBatch] = field(default_factory=list[StepBatch])
@@ -345,9 +343,9 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep the streamed tokens of a branch up to its first difference from the draft model's own
-    samples. Then append the draft model's next token. Return how many tokens computed by the last
-    pass are kept.
+    """Keep the tokens that the streaming heads added to a branch, up to the first difference from
+    the draft model's own samples. Then append the draft model's next token. Return how many tokens
+    computed by the last pass are kept.
     """
     kept = 1
     count = len(drawn)
@@ -442,7 +440,8 @@ class OverlappedDrafter(ModelDrafter):
         """Create a drafter that proposes at most `most` tokens.
 
         The draft model's `cache` has slots for the target's tokens, followed by slots for branches.
-        With `heads`, one pass adds several tokens to each branch that continues a guess of `exits`.
+        If streaming `heads` are given, one pass adds several tokens to each branch that continues a
+        guess of the early exit.
         """
         super().__init__(model, config, drafted, vocabulary)
         self._cache = cache
@@ -557,8 +556,8 @@ class OverlappedDrafter(ModelDrafter):
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
-        """Return each sequence's branch that matches the newly written text, and free the slots of
-        all other branches.
+        """Return, for each sequence, the branch that matches its newly written text, and free the
+        slots of all other branches.
         """
         lines = self.drafted()
         job = self._job
@@ -582,7 +581,7 @@ class OverlappedDrafter(ModelDrafter):
         self, line: DraftLine, ids: Many[int] | None
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
         """Return the branch that matches a sequence's newly written text, and all other branches.
-        Count the guess as right or wrong.
+        If the text has a token after the accepted proposal, count the guess as right or wrong.
         """
         written = list(ids[line.base :]) if ids is not None else []
         accepted = accepted_length(line.proposal, [*written, -1])
@@ -614,7 +613,7 @@ class OverlappedDrafter(ModelDrafter):
     def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
         """Add a sequence to the drafting work of the step, and return its proposal.
 
-        The proposal has the branch's tokens that the text does not contain yet.
+        The proposal contains the branch's tokens beyond the end of the text.
         """
         sequence = self._rows.sequence(ask.key)
         base = len(ask.ids)
@@ -637,10 +636,11 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """Plan to copy the branch's keys and values to the slots of its sequence.
+        """Plan to copy the branch's keys and values to the slots of its sequence, and return the
+        position after the last copied token.
 
-        Return the position at which the copy ends, or 0 if the drafter has not computed exactly the
-        text before the branch.
+        If the tokens computed by the drafter do not end exactly where the branch starts, plan
+        nothing and return 0.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
@@ -832,7 +832,9 @@ class OverlappedDrafter(ModelDrafter):
 
     @property
     def _condition(self) -> Condition:
-        """Return the key under which the durations of draft passes are stored. It separates passes
-        with the target's early exit from passes without it, and ignores the context length.
+        """Return the key under which the durations of draft passes are stored.
+
+        Passes with and without the target's early exit get different keys. The context length is
+        ignored.
         """
         return False, int(self._exits is not None)

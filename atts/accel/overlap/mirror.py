@@ -38,8 +38,8 @@ tokens and their probabilities.
 
 
 class ExitListener(NamedTuple):
-    """A callback for the guesses of the early exit in one step, and the rows of the slot table
-    whose sequences it guesses for.
+    """A callback that receives the early exit's guesses in one step, and the slot-table rows of the
+    sequences to guess for.
     """
 
     # for each row of the slot table: the number of its sequence, and the sequence's sampling

@@ -62,8 +62,8 @@ class DraftStep(NamedTuple):
 class DraftedLine(NamedTuple):
     """The drafts for one sequence.
 
-    `follows` maps each guessed outcome to the drafted tokens. An outcome is the number of accepted
-    tokens of `proposal`, and the token after them.
+    `follows` maps each guessed outcome to the tokens drafted after it. An outcome is a pair: how
+    many tokens of `proposal` are accepted, and the next token.
     """
 
     base: int
@@ -131,10 +131,10 @@ class DrafterProcess(Proposer):
         self.stats = OverlapStats()
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branch of each correctly guessed outcome.
+        """Propose the branch of each correctly guessed outcome, then send the newly written tokens
+        to the drafter's process.
 
-        Then send the newly written tokens to the drafter's process. If that process is late, do
-        neither.
+        If that process has not answered the last message in time, propose nothing and send nothing.
         """
         if self._exits is not None:
             self._exits.listen(None)
@@ -210,8 +210,8 @@ class DrafterProcess(Proposer):
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:
-        """Return the proposal for a sequence: the tokens of the matching branch that the text does
-        not contain yet.
+        """Return the proposal for a sequence: the matching branch's tokens beyond the end of the
+        text.
         """
         line = self._lines.get(ask.key)
         if line is None:

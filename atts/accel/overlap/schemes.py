@@ -133,10 +133,11 @@ class SchemeControl:
     """
 
     def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
-        """Create a control for this number of schemes.
+        """Create a control that chooses among this number of schemes.
 
         If `has_oracle` is true, the last scheme differs from the others only in its better guesses.
-        So it is tried only if perfect guesses would make another scheme faster than the best one.
+        It is tried only if another scheme with perfect guesses would be faster than the best
+        scheme.
         """
         self._schemes = schemes
         self._has_oracle = has_oracle

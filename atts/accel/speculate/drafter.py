@@ -57,9 +57,8 @@ def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
 
 
 class DraftedSlots(SlotAllocator):
-    """Allocator of the cache slots that target and drafter have in common.
-
-    It also records which of these slots the drafter has filled.
+    """Allocator of the cache slots that the target and the drafter share. It also records which of
+    these slots the drafter has filled.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -273,9 +272,10 @@ class ModelDrafter(Proposer):
         return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
-        """Read the texts that the drafter has not read yet, except their last few tokens.
+        """Run the draft model on all text that it has not read yet, except the last few tokens of
+        each sequence.
 
-        Return these last tokens as a batch.
+        Return those last tokens as a batch.
         """
         fed = list[FedRow]()
         for sequence in sequences:
@@ -287,11 +287,11 @@ class ModelDrafter(Proposer):
         return self._fed_batch(fed)
 
     def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
-        """Return the text of a sequence that the drafter has not computed yet, as batches without
-        the last few tokens. Return also the position where these last tokens begin.
+        """Return the part of a sequence's text that the drafter has not computed, as batches. They
+        leave out the last few tokens; also return the position where these begin.
 
-        The start of a long missing text is skipped if a sibling rollout has already filled the
-        slots that both share.
+        The start of a long missing part is skipped if a sibling rollout has already filled the
+        slots that both sequences share.
         """
         start = min(self._rows.drafted(sequence), len(sequence.ids) - 1)
         newest = len(sequence.ids) - 1
@@ -318,8 +318,8 @@ Calibration = Literal["exact", "none"]
 
 
 class GroupedModel(Model, Protocol):
-    """A model that can compute the attention of several layers at once, from the first layer's
-    input.
+    """A model that can compute the attention of several layers at once, each from the input of the
+    first of these layers.
 
     The result is an approximation.
     """

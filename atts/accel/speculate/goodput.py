@@ -237,10 +237,8 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Return copies of the times of the most similar condition, as a first estimate for a new
-        condition.
-
-        The copies have a larger variance.
+        """Return copies of the most similar condition's times, with a larger variance, as a first
+        estimate for a new condition.
         """
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
@@ -256,7 +254,8 @@ def _place(rows: int) -> int:
 def _rising(cells: Sequence[_Cell]) -> Curve:
     """Fit a curve of step times in which a step with more rows never takes less time.
 
-    Where the measured times fall, neighbouring cells get their mean, weighted by 1 / variance.
+    Where a larger step was measured as faster, neighbouring measurements are replaced by their
+    mean, weighted by 1 / variance.
     """
     # one entry for each group of neighbouring cells that share a mean: the mean of their log times,
     # the sum of their weights, and the number of these cells
@@ -334,9 +333,10 @@ class Survival:
         return acceptance.cumprod(axis=1)
 
     def count(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add counts of tested and accepted tokens for each position of a proposal.
+        """Add counts of tested and accepted tokens for each position of a proposal, for example
+        counts from a server.
 
-        The counts may come from a server. They are not counted for any single sequence.
+        They are added to the total counts only, not to the counts of single sequences.
         """
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
@@ -658,10 +658,10 @@ class GoodputControl:
         return forecast
 
     def _account(self, step: StepShape, plain: float) -> None:
-        """Update the run's total time, and the time that proposals have cost, with the steps since
-        the last timed step.
+        """Update the run's total time and the net time lost by proposals, from the steps since the
+        last timed step.
 
-        The cost is computed from measured times, not from forecasts. So proposals that cost too
+        The loss is computed from measured times, not from forecasts. So proposals that lose too
         much time are stopped even if the forecasts are wrong, for example because a drafter reads
         long prompts.
         """
@@ -703,9 +703,10 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Begin a rest, which lasts until the balance is at least 0 again.
+        """Stop proposing and timing until the balance of seconds for trials is at least 0 again.
 
-        The rest has at least `load.rest` and at most `_RESTS[1]` steps. For the next rest,
+        If proposals have lost too much time, wait until the loss is a small share of the run's
+        time. This rest has at least `load.rest` and at most `_RESTS[1]` steps. For the next rest,
         `load.rest` is doubled, unless the acceptance is unknown.
         """
         due = -self._balance / _SHARE / self._plain(step)
@@ -719,7 +720,9 @@ class GoodputControl:
         load.rounds = self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
-        """End a rest, and time some steps without proposals before the next trial."""
+        """End a rest (steps without proposals and timing), and time some steps without proposals
+        before the next trial.
+        """
         seconds = (load.rested - load.resting) * self._plain(step)
         self._elapsed += seconds * self._costs.slowness
         self._is_stopped = self._is_stopped and self._lost > _MOST_LOST[1] * self._elapsed
@@ -802,8 +805,8 @@ class GoodputControl:
         trial.
 
         `tokens` has, for each total number, the expected number of tokens that the step adds to all
-        texts. The trial's length was never timed, but may be faster by an optimistic estimate. It
-        is None if there is no such length.
+        texts. The trial's length was never timed, but an optimistic estimate says that it may be
+        faster. It is None if there is no such length.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))

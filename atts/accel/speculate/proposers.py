@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""Number of the text's last tokens that are looked up in the hint after text and hint have
-differed. The next proposals then follow the hint from the match.
+"""After text and hint have differed, this many last tokens of the text are searched for in the
+hint. Proposals then continue after the match.
 """
 
 
@@ -63,7 +63,7 @@ class HintProposer(Proposer):
 
 
 _GRAM = 3
-"""Smallest number of consecutive equal tokens in a match of two texts."""
+"""Smallest number of consecutive tokens that two texts must share for a match."""
 _LONGEST = 24  # A match of more equal tokens than this counts as a match of this number.
 # largest number of positions that the index stores for one n-gram; older positions are deleted
 _PLACES = 12
@@ -86,7 +86,7 @@ class _Group:
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])
 
     def learn(self, ask: Ask) -> None:
-        """Add the tokens that a sequence has gained since the last call to the index."""
+        """Add to the index the tokens that a sequence has gained since the last call."""
         text = self.texts.get(ask.key)
         if text is None:
             text = self.texts[ask.key] = self._begun(ask)
@@ -96,10 +96,10 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the text in the index that this request continues.
+        """Return the indexed text that a new request continues.
 
-        It is the latest text of the request's rollout, up to the first token that differs from the
-        request's.
+        It is the latest text of the same rollout, cut before the first token that differs from the
+        request.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(
@@ -112,7 +112,7 @@ class _Group:
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Find the last tokens of `ids` in the texts of the index.
+        """Find where the last tokens of `ids` occur in the texts of the index.
 
         Return, for each match, its length, its text and the position after it, with the longest
         matches first.
@@ -205,10 +205,9 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """Return a continuation of the matches: at each position, the token with which most of them
-    continue.
+    """Return the tokens with which most matches continue, chosen one position at a time.
 
-    Matches that continue with another token are then dropped.
+    At each position, matches that continue with another token are dropped.
     """
     tokens: list[int] = []
     while places and len(tokens) < most:

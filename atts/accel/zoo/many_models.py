@@ -51,8 +51,8 @@ from atts.models.stored_blocks import content_digest, unit_digests
 # differs. The input of this unit comes from stored states.
 
 OnSplit = Callable[[list[int]], None]
-"""Function that is called when the layers are divided into new columns: ranges of layers, each with
-its own cache slots. For each new column, it receives the index of the old column that contained it.
+"""Callback for a new division of the layers into columns: ranges of layers, each with its own cache
+slots. For each new column, it receives the index of the old column that contained it.
 """
 
 
@@ -81,8 +81,8 @@ class Relative(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Stored hidden states that enter a unit: one state for each cache slot of the column before
-    the unit.
+    """Stored inputs of one unit: one hidden state for each cache slot of the column before the
+    unit.
     """
 
     column: int
@@ -190,10 +190,10 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return the stored inputs of a unit for a new column.
+        """Return the store of a unit's inputs for a new column.
 
-        If the unit already has a store that belongs to column `parent`, this store is kept.
-        Otherwise the store is empty.
+        If the unit's existing store belongs to column `parent`, reuse it. Otherwise the store is
+        empty.
         """
         known = self.kept.get(unit)
         size = self.num_slots + 1
@@ -216,8 +216,8 @@ class SlotLedger(SlotAllocator):
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Make a sequence a holder of a related model's slots in the shared layers, and allocate
-        new slots for all other layers.
+        """Add one holder to a related model's slots in the shared layers, and allocate new slots
+        for all other layers.
 
         Return all these slots: [tokens, columns].
         """
@@ -266,7 +266,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Count the different slots in each column of `slots`, and return the largest count.
+        """Return the largest number of different slots in any column of `slots`.
 
         Each column has the slots of one range of layers.
         """
@@ -293,8 +293,8 @@ class SharedSlots(NamedTuple):
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
         """Write the related model's slots of the shared layers into the sequence's row.
 
-        For all other layers, write new slots. At most `free` positions are filled, or none if too
-        few could be filled.
+        For all other layers, write new slots. At most `free` positions are filled. If they would be
+        too few to be worthwhile, none is filled.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -386,7 +386,9 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Return how many slots running sequences read or write, in the column with the most."""
+        """Return how many slots running sequences read or write, counted in the column with the
+        most such slots.
+        """
         running = self.running()
         if not running:
             return super().num_locked
@@ -521,8 +523,10 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return, for each model, the first loaded model whose unit at index `unit` has the same
-        name. Units with the same name compute the same thing.
+        """Return an array that maps each model's number to the first loaded model that computes the
+        same unit at index `unit`.
+
+        Units with the same name compute the same thing.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
         # for each name of the unit, the first model that has this name
@@ -773,8 +777,8 @@ class ManyModelsLoop(StepLoop):
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
-"""One entry of the argument `parts` of `NativeModel.run`. It names a model, a range of its units
-and a range of rows, among others.
+"""One entry of the argument `parts` of `NativeModel.run`. Its values include a model, a range of
+the model's units and a range of rows.
 """
 _MOST_LAYOUTS = 256
 
@@ -788,9 +792,9 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """The rows of a step that read or store the inputs of a unit. The rows `begun` read stored
-    inputs. The inputs of the rows `known` are stored, and stored inputs of the rows `passing`
-    become invalid.
+    """The rows of a step that read or store the inputs of a unit. Rows in `begun` read stored
+    inputs. Rows in `known` store their inputs. For rows in `passing`, inputs stored earlier become
+    invalid.
     """
 
     unit: int
@@ -953,7 +957,7 @@ class ChainModel(ManyModels[NativeModel]):
         return ordered, logit_rows.searchsorted(asked_rows)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
-        """Return the plan of a step's computation. It is kept for later steps of the same shape."""
+        """Return the plan of a step, which is cached for later steps of the same shape."""
         key = tuple(
             [part.tobytes() for part in (batch.models, units, batch.query_starts, batch.logit_rows)]
         )
@@ -1005,8 +1009,8 @@ class ChainModel(ManyModels[NativeModel]):
         """Decide which rows of a step read the stored inputs of a unit, and which rows store new
         ones.
 
-        Sequences whose computation begins at the unit read them. Sequences with many rows store
-        them.
+        A sequence whose computation begins at this unit reads stored inputs. A sequence that comes
+        from an earlier unit stores its inputs if it has many rows.
         """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
@@ -1073,8 +1077,8 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
     """Order chains (models) so that neighbours share many units.
 
-    Each chain is inserted where it adds the fewest differences. Then each chain is moved in the
-    same way.
+    Each chain is inserted where it adds the fewest differences. Then each chain is removed and
+    inserted again in the same way.
     """
     order = list[int]()
 

@@ -50,9 +50,10 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """A block's size, in the same unit as the room on servers, and its load.
+    """A block's size and load.
 
-    The load is the number of servers that the block's work keeps busy.
+    The size is in the same unit as the free space of the servers. The load is the number of servers
+    that the block's work keeps busy.
     """
 
     bytes: float
@@ -64,10 +65,11 @@ def placed(
 ) -> dict[str, list[int]]:
     """Place each block on as many servers as its work needs, and on at least one.
 
-    The busiest block is placed first. Candidates are servers with enough room whose load is at most
-    0.5 above the lowest. Among them, the server is chosen whose blocks most often come directly
-    before or after the new block. If there is room left, small blocks are copied to the servers of
-    their neighbours, so that fewer requests change servers.
+    The busiest block is placed first. Only servers with enough free space are candidates, and only
+    if their load is at most 0.5 above the lowest such load. Of the candidates, the server is chosen
+    whose blocks most often come directly before or after the new block. If space is left at the
+    end, small blocks are copied to the servers of their neighbours, so that fewer requests change
+    servers.
 
     :raises ValueError: no server has room for a block.
     """

@@ -46,8 +46,8 @@ class SharedWorker:
     """One engine's connection to a shared loop. The first engine to open starts the loop, and the
     last one to close ends it.
 
-    Engines share a loop if they use native kernels and their zoo, options, tokenizer, replica
-    number and model shape are equal. The number of layers may differ. All other engines have a loop
+    Engines share a loop if they use native kernels and have the same zoo, options, tokenizer,
+    replica number and model shape. The number of layers may differ. All other engines have a loop
     of their own. Statistics of steps, busy time and cache cover all engines of a loop.
     """
 
@@ -177,8 +177,7 @@ class SharedWorker:
     def receive(
         self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int
     ) -> None:
-        """Pass the replies to this engine's requests to the engine, with the statistics of the
-        loop.
+        """Pass the engine the replies to its own requests, with the statistics of the loop.
 
         Each reply comes with the number of prompt tokens of its request.
         """

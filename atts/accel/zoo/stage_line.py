@@ -39,12 +39,12 @@ from atts.local.messages import FailureReply, WorkerConfig
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
-"""Function that requests the keys and values of some slots from a worker and returns them. It takes
-the worker's number and the slots.
+"""Function that takes a worker's number and some slots, and returns the worker's keys and values in
+those slots.
 """
 _LATEST = 0.1
-"""Weight of the newest measured time in a running mean. After each answer, the recorded minimum
-time of a message rises by a hundredth of this share, so that very old minima lose their effect.
+"""Weight of the newest measurement in a running mean. After each answer, the recorded minimum time
+of a message grows by 0.1 %, so that very old minima lose their effect.
 """
 
 
@@ -78,10 +78,10 @@ class StageCosts:
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Update the mean times after a worker's answer.
+        """Update the measured times of computing and of messages after a worker's answer.
 
-        `seconds` has the time from the message to its answer, and the time in which the worker
-        computed.
+        `seconds` is a pair: the time from the message to its answer, and the worker's computing
+        time.
         """
         whole, inside = seconds
         is_many = rows >= MANY * sequences
@@ -89,10 +89,10 @@ class StageCosts:
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """Update the mean time of copying, after keys and values of `size` bytes were received from
-        a worker in `seconds` seconds.
+        """Update the mean time to copy one byte, after a worker sent keys and values of `size`
+        bytes in `seconds` seconds.
 
-        This time counts twice, because the loop must also send them to another worker.
+        The time is doubled, because the loop must also send them to another worker.
         """
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
@@ -111,8 +111,8 @@ class StageCosts:
 
 
 class _Sequences(NamedTuple):
-    """The sequences of one step, with the earlier positions whose keys and values each worker
-    lacks.
+    """The sequences of one step and, for each worker, the earlier positions whose keys and values
+    it lacks.
     """
 
     # [sequences, 3]: for each sequence, its row in the slot table, its offset in the tables of
@@ -127,10 +127,10 @@ class _Sequences(NamedTuple):
 
 
 class KvResidency:
-    """Records which worker has which slots' keys and values, in one stage.
+    """Records which worker has the keys and values of which slots, in one stage.
 
-    It also stores the stage's input for each slot. So any worker can compute the keys and values
-    again.
+    It also stores the stage's input for each slot, so that any worker can compute the keys and
+    values again.
     """
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
@@ -166,7 +166,7 @@ class KvResidency:
         """Divide the sequences of a step among workers.
 
         Each sequence goes to the worker that would finish it first. `waits` has the seconds until
-        each worker is free; the time of the new work is added there.
+        each worker is free; this function adds the time of the new work to it.
 
         :raises EngineUnavailable: a worker has ended, and its keys and values were needed.
         """
@@ -247,10 +247,10 @@ class KvResidency:
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Return a batch that computes earlier positions of a sequence again.
 
-        The positions are computed in the same groups as before, so that the results are equal to
-        the bit. If only a part of a group is missing, the group is filled up with rows whose slot
-        is never read. `whose` has the sequence's row in the slot table, its offset in the angle
-        tables, and its model.
+        The positions are computed in the same groups as before, so that the results are identical
+        to the bit. If only part of a group is missing, rows whose slots are never read fill up the
+        group. `whose` has the sequence's row in the slot table, its offset in the angle tables, and
+        its model.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -331,18 +331,20 @@ class LayerRange:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Update the mean times after a worker's answer.
+        """Update the measured times of computing and of messages after a worker's answer.
 
-        `seconds` has the time from the message to its answer, and the time in which the worker
-        computed.
+        `seconds` is a pair: the time from the message to its answer, and the worker's computing
+        time.
         """
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the number of layers in this range, and the number of workers that it needs. The
-        second number is the configured number of workers. If workers were idle in the last
-        `seconds` seconds, it is smaller by up to almost one.
+        """Return the number of layers in this range as its size, and the number of workers that it
+        needs as its load.
+
+        The load is the configured number of workers. It is smaller by up to almost one if the
+        workers were idle in the last `seconds` seconds.
         """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
@@ -532,8 +534,8 @@ class StageExecutor:
     def _placed(self) -> dict[str, list[int]]:
         """Choose workers for all ranges with `placement.placed`.
 
-        All workers get the same room: the smallest with which enough copies of every range can be
-        placed.
+        All workers get the same amount of free space: the smallest in which the configured number
+        of copies of every range fits.
         """
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
@@ -572,8 +574,8 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count how often sequences would have changed workers if the ranges had been placed as in
-        `homes`. Every step and every pair of consecutive ranges counts separately.
+        """Count how often sequences would have changed workers so far if each range had been on the
+        workers in `homes`. Every step and every pair of consecutive ranges counts separately.
         """
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
@@ -700,7 +702,8 @@ class StageExecutor:
     ) -> list[StageShare]:
         """Divide the entries (sequences) of a range among workers.
 
-        `waits` has the seconds until each worker is free; the time of the new work is added there.
+        `waits` has the seconds until each worker is free; this function adds the time of the new
+        work to it.
         """
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
@@ -773,8 +776,8 @@ class StageExecutor:
     ) -> None:
         """Store a worker's results for each range of layers.
 
-        If the worker has ended, nothing is stored, and the entries are later sent to a worker again
-        from the same range on.
+        If the worker has ended, store nothing. The entries are then sent to a worker again,
+        beginning with the same range.
         """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):

@@ -346,8 +346,8 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return the slot table's entries that the worker does not know yet, for the sequences of a
-        step. Count them as known from now on.
+        """Return the slot-table entries of a step's sequences that the worker does not know yet.
+        From now on, count them as known.
         """
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)

@@ -355,7 +355,7 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """The blocks that exactly these models share.
+    """The blocks that all of these models have, and no other model has.
 
     `below` has the parts that only some of these models share.
     """
@@ -719,7 +719,7 @@ class Zoo:
                 )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
-        """Find blocks with similar parameters for each block of a model.
+        """Find, for each block of a model, other blocks with similar parameters.
 
         At most `most` other blocks of the same shape are returned for each place, the nearest
         first. Their distance is at most `apart` times the norm of the model's own block.
@@ -892,9 +892,10 @@ class Zoo:
         return model
 
     def _collect(self) -> None:
-        """Delete files that no model uses. Removed models or interrupted changes have left them.
+        """Delete files that no model uses, such as those left by removed models or interrupted
+        changes.
 
-        If the manifest of any model cannot be read, all blocks are kept, because this model may use
+        If the manifest of any model cannot be read, all blocks are kept, because that model may use
         them.
         """
         models = [(name, self._read(name)) for name in self.names()]
@@ -920,10 +921,7 @@ class Zoo:
 
 @contextmanager
 def _made(folder: Path) -> Generator[Path, None, None]:
-    """Yield a new folder with a temporary name.
-
-    At the end it gets the name `folder`. After an error it is deleted.
-    """
+    """Yield a temporary folder. At the end, rename it to `folder`; after an error, delete it."""
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
         try:
@@ -954,7 +952,7 @@ class BlockSimilarity:
 def likenesses(
     zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
 ) -> list[BlockSimilarity]:
-    """Find blocks with similar parameters for each block of a model.
+    """Find, for each block of a model, other blocks with similar parameters.
 
     All blocks of the model are in memory at once, as float32. Other blocks are read one at a time.
     `limits` has the largest number of results per place, and the largest relative distance.

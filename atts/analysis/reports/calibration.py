@@ -161,8 +161,8 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the first number of the report: the gain of the score over random escalation (a
-    coin).
+    """Return the number that the report shows first: how much better the score finds chunks of
+    wrong rollouts than random escalation (a coin).
     """
     what = (
         "gain over a coin (random escalation): share of the chunks in wrong rollouts that the "

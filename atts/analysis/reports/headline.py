@@ -300,7 +300,7 @@ def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
 
 def _vote_within(one: ProblemFacts, turns: int) -> float | None:
     """Return the accuracy of a problem's vote if rollouts are cut after `turns` turns. In a tie,
-    return the mean of the tied answers.
+    return the share of the tied answers that are correct.
 
     The result is None if no rollout answered within these turns, and one of them was stopped before
     it could answer.

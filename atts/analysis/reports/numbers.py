@@ -170,8 +170,8 @@ class RatePoint:
 class Uniformity:
     """The largest distance between the distribution of p-values and the uniform distribution.
 
-    The curve of `effective` independent uniform values would stay within `band` everywhere with 95
-    % probability.
+    If the p-values were `effective` independent uniform values, the distance would be at most
+    `band` with 95 % probability.
     """
 
     n: int
@@ -332,7 +332,9 @@ class TimeBreakdown:
 _THINGS = re.compile(
     r"((?:engine )?(?:answer|call|decision|problem|rollout|score|session|turn))s\b"
 )
-"""The counted things at the beginning of a caveat's text."""
+"""A pattern that matches a plural noun at the beginning of a caveat's text, such as "rollouts", and
+captures its singular.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -418,8 +418,10 @@ def _banded(
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
-    """Return the root mean square distance from the nominal rate that coins with this rate would
-    have in groups of these sizes.
+    """Return the root mean square distance from the nominal rate that chance alone would cause in
+    groups of these sizes.
+
+    Each decision is assumed to be an independent coin with the nominal rate.
     """
     if nominal is None:
         return math.nan

@@ -96,11 +96,11 @@ class Pages:
         self._packed[outcome.problem.id] = packed
 
     def shown(self, problems: Sequence[tuple[str, bool]]) -> Collection[str]:
-        """Choose the problems to list. Each is given as its name, and whether readers look for such
-        a problem first.
+        """Return the names of the problems to list. `problems` has pairs: a name, and whether
+        readers look for such a problem first.
 
-        If there are too many problems, only problems with a page are chosen, first those that
-        readers look for.
+        If there are more than `MOST` problems, only problems with a page are listed, beginning with
+        those that readers look for first.
         """
         names = [name for name, _ in problems]
         if len(problems) <= MOST:
@@ -115,8 +115,8 @@ class Pages:
 
 
 def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
-    """Return whether readers look for this problem first, because it is not correct or one of its
-    rollouts has a flag.
+    """Return whether readers look for this problem first: it is not correct, or one of its rollouts
+    has a flag.
     """
     return verdict != "correct" or any(flags)
 
@@ -298,8 +298,8 @@ class RunData:
 
     @property
     def done(self) -> Steps:
-        """Return the gate's steps with the actions that were carried out; if none were observed,
-        return the decisions.
+        """Return the gate's steps with the actions that were carried out, or with the decided
+        actions if no outcome was observed.
         """
         return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 

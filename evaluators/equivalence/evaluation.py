@@ -363,51 +363,60 @@ class Arithmetic:
         return Approx(self.mp.sign(item.value), NOTHING)
 
 
-def _smooth(
-    name: str, slope: Callable[[Any, Number], Number]
-) -> Callable[[Arithmetic, Approx], Approx]:
+Slope = Callable[[Any, Number, Number], Number]
+"""A function that bounds how much an error in an argument grows. Its parameters are the mpmath
+context, the argument, and the argument's error.
+"""
+
+
+def _smooth(name: str, slope: Slope) -> Callable[[Arithmetic, Approx], Approx]:
     """Return a function that applies the mpmath function `name` and gives the result an error
     bound.
-
-    `slope` estimates the size of the derivative, which tells how much an error in the argument
-    grows.
     """
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
         if item.magnitude > 100:
             raise TooLarge("a function of a huge number")
+        error = max(item.error, item.magnitude - arithmetic.bits)
         value = getattr(arithmetic.mp, name)(item.value)
-        growth = magnitude(slope(arithmetic.mp, item.value))
-        if growth > arithmetic.bits // 2:
+        growth = magnitude(slope(arithmetic.mp, item.value, arithmetic.mp.ldexp(1, error)))
+        if 2 * growth > -error - 4:
+            # only half of the bits of the result are certain, so compute with more bits
+            arithmetic.widen(_HALVED)
+        if growth > arithmetic.bits // 2 + 2:
             raise Undefined(f"a pole of {name}")
-        return arithmetic.rounded(
-            value, max(item.error, item.magnitude - arithmetic.bits) + max(growth, 0) + 3
-        )
+        return arithmetic.rounded(value, error + max(growth, 0) + 3)
 
     return rule
 
 
-def _root_slope(sign: int, one: int) -> Callable[[Any, Number], Number]:
-    def slope(mp: Any, x: Number) -> Number:
-        inside = abs(one + sign * x * x)
-        return 1 / mp.sqrt(inside) if magnitude(inside) > -mp.prec // 2 else mp.mpf(1)
-
-    return slope
+_HALVED = 400  # bits that are added where a result has only half as many certain bits
 
 
-_SLOPES: dict[str, Callable[[Any, Number], Number]] = {
-    "sin cos": lambda mp, x: mp.cosh(mp.im(x)),
-    "tan sec": lambda mp, x: 1 / mp.cos(x) ** 2,
-    "cot csc": lambda mp, x: 1 / mp.sin(x) ** 2,
-    "sinh cosh": lambda mp, x: mp.cosh(mp.re(x)),
-    "coth csch": lambda mp, x: 1 / mp.sinh(x) ** 2,
-    "tanh sech arctan arccot": lambda mp, x: mp.mpf(1),
-    "erf": lambda mp, x: mp.mpf(2),
-    "arcsec arccsc": lambda mp, x: mp.mpf(4),
-    "arcsin arccos": _root_slope(-1, 1),
-    "arcsinh": _root_slope(1, 1),
-    "arccosh": _root_slope(1, -1),
-    "arctanh": lambda mp, x: 1 / (1 - x * x),
+def _root(mp: Any, inside: Number, radius: Number) -> Number:
+    """Bound the slope of a function whose derivative is 1 / sqrt(inside).
+
+    If the error of the argument may be larger than `inside`, the slope has no bound. But the result
+    then changes by at most about the square root of the error, which is the error times the value
+    returned here.
+    """
+    return 1 / mp.sqrt(max(abs(inside), radius))
+
+
+_SLOPES: dict[str, Slope] = {
+    "sin cos": lambda mp, x, radius: mp.cosh(mp.im(x)),
+    "tan sec": lambda mp, x, radius: 1 / mp.cos(x) ** 2,
+    "cot csc": lambda mp, x, radius: 1 / mp.sin(x) ** 2,
+    "sinh cosh": lambda mp, x, radius: mp.cosh(mp.re(x)),
+    "coth csch": lambda mp, x, radius: 1 / mp.sinh(x) ** 2,
+    "tanh sech": lambda mp, x, radius: 1 / mp.cosh(x) ** 2,
+    "arctan arccot": lambda mp, x, radius: 1 / (1 + x * x),
+    "erf": lambda mp, x, radius: 2 * mp.exp(mp.im(x) ** 2),
+    "arcsec arccsc": lambda mp, x, radius: _root(mp, x * x - 1, radius) / x,
+    "arcsin arccos": lambda mp, x, radius: _root(mp, 1 - x * x, radius),
+    "arcsinh": lambda mp, x, radius: _root(mp, 1 + x * x, radius),
+    "arccosh": lambda mp, x, radius: _root(mp, x * x - 1, radius),
+    "arctanh": lambda mp, x, radius: 1 / (1 - x * x),
 }
 FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "ln": lambda arithmetic, item: arithmetic.by_direction("log", item),

@@ -430,7 +430,7 @@ class Prober:
         if gap != NOTHING and gap > error + _SLACK:
             return False
         size = max(one.magnitude, two.magnitude)
-        is_tiny = error < -bits // 2 and size <= error + _SLACK
+        is_tiny = error < -bits // 3 and size <= error + _SLACK
         if error + _SLACK > size - bits // 3 and not is_tiny:
             raise Undecided("rounding hides the difference")
         return True

@@ -27,6 +27,14 @@ EQUAL = {
         r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}",
     ),
     "constants": ("-1", r"e^{i\pi}"),
+    "arccos of 1": ("0", r"\arccos((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),
+    "arcsin of 1": (r"\frac{\pi}{2}", r"\arcsin((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),
+    "arcsec of 1": ("0", r"\operatorname{arcsec}((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),
+    "arccsc of 1": (
+        r"\frac{\pi}{2}",
+        r"\operatorname{arccsc}((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))",
+    ),
+    "arccosh of 1": ("0", r"\operatorname{arccosh}((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),
     "expressions": ("(N+1)^2(4N+1)", "4N^3+9N^2+6N+1"),
     "discrete functions": (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
     "assignments": ("5", "x = 5"),
@@ -68,6 +76,8 @@ EQUAL = {
     "finite sums": ("55", r"\sum_{k=1}^{10} k"),
 }
 DIFFERENT = {
+    "arccos near 1": ("0", r"\arccos(\frac{\sqrt{10}}{\sqrt{2}\sqrt{5}}-10^{-40})"),
+    "arccos very near 1": ("0", r"\arccos(1-10^{-60})"),
     "off by one": ("123456789012345678901234567890", "123456789012345678901234567891"),
     "far below one": ("10^{-20}", "10^{-21}"),
     "nearly an integer": (r"e^{\pi\sqrt{163}}", "262537412640768744"),

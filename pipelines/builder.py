@@ -625,7 +625,7 @@ class RolloutBuilder:
             for sample, other in self.siblings.rollouts.items()
             if sample < stop.warmup and other.finish
         ]
-        return stop.is_below(self.rollout, warmup)
+        return len(warmup) == stop.warmup and stop.is_below(self.rollout, warmup)
 
     def _wait(self, answer: str | None) -> None:
         """Insert the wait text into the rollout instead of ending it (budget forcing).

@@ -135,8 +135,8 @@ class ConfidenceStop:
     ends once its confidence is below a threshold.
 
     The confidence of a rollout is its lowest mean log-probability over `window` consecutive tokens.
-    The threshold is the quantile `1 - keep` of the confidences of those first rollouts that have
-    finished. They are too few for a statistical guarantee.
+    The threshold is the quantile `1 - keep` of the confidences of those first rollouts. No rollout
+    is stopped before all of them have ended. They are too few for a statistical guarantee.
     """
 
     warmup: Annotated[

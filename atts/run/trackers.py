@@ -708,7 +708,7 @@ class RunningTotals:
         self._with_samples = 0
         self._tokens = {"draft_tokens": 0, "target_tokens": 0, "scored_tokens": 0}
         self._dollars = 0.0
-        self._is_priced = True
+        self._unpriced = 0  # number of finished problems whose cost is unknown
 
     @property
     def problems(self) -> int:
@@ -743,7 +743,7 @@ class RunningTotals:
             values["pass_at_1"] = self._samples_right / self._with_samples
         if self._num_judged:
             values["realised_rate"] = self._escalated / self._num_judged
-        if self.prices and self._is_priced:
+        if self.prices and not self._unpriced:
             values["dollars"] = self._dollars
         return values
 
@@ -778,7 +778,7 @@ class RunningTotals:
         for name in self._tokens:
             self._tokens[name] += sign * getattr(numbers.usage, name)
         dollars = money_of(numbers.usage, self.prices) if self.prices else None
-        self._is_priced = self._is_priced and dollars is not None
+        self._unpriced += sign * (dollars is None)
         self._dollars += sign * (dollars or 0.0)
 
 

@@ -483,7 +483,7 @@ def gain_over_coin(
     caught: list[float] = []
     total: list[float] = []
     for wrong, right in _mixed(chunks):
-        taken = _share_escalated(wrong, right, rate)
+        taken = _count_escalated(wrong, right, rate)
         caught.append(taken - rate * len(wrong))
         total.append(float(len(wrong)))
     return _ratio(caught, total, len(chunks), level, centre=0.0, ends=(-1.0, 1.0))
@@ -509,7 +509,7 @@ def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
     ]
 
 
-def _share_escalated(wrong: Floats, right: Floats, rate: float) -> float:
+def _count_escalated(wrong: Floats, right: Floats, rate: float) -> float:
     """Return how many chunks of wrong rollouts are among the escalated chunks, if the share `rate`
     of all chunks is escalated, worst scores first.
 

@@ -18,6 +18,7 @@ import pytest
 
 from atts.api import Setup
 from atts.api import evaluate_sync as evaluate
+from atts.core import Usage
 from atts.errors import MissingExtra, OptionError
 from atts.journal import FinishedProblem, OutcomeReached
 from atts.ledger import Price
@@ -358,3 +359,15 @@ def test_trackio_keeps_points_and_prints_nothing(
     assert [one["step"] for one in points if "accuracy" in one] == [1, 2, 3, 3]
     finals = [one["final/accuracy"] for one in points if "final/accuracy" in one]
     assert finals == [result.accuracy.value] * 2
+
+
+def test_a_cost_is_known_again_after_an_unpriced_problem_is_solved_again() -> None:
+    """If a problem's cost was unknown and a later session finishes the problem with priced models
+    only, the total cost is known again.
+    """
+    totals = trackers.RunningTotals()
+    totals.prices = {"draft": Price(1.0, 2.0)}
+    totals.add(OutcomeReached("a", "solved", "1", (0,), usage=Usage(target_tokens=5)))
+    assert "dollars" not in totals.numbers()
+    totals.add(OutcomeReached("a", "solved", "1", (0,), usage=Usage(draft_tokens=1_000_000)))
+    assert math.isclose(totals.numbers()["dollars"], 2.0)

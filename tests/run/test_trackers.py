@@ -367,7 +367,7 @@ def test_a_cost_is_known_again_after_an_unpriced_problem_is_solved_again() -> No
     """
     totals = trackers.RunningTotals()
     totals.prices = {"draft": Price(1.0, 2.0)}
-    totals.add(OutcomeReached("a", "solved", "1", (0,), usage=Usage(target_tokens=5)))
+    totals.add(OutcomeReached("a", "answered", "1", (0,), usage=Usage(target_tokens=5)))
     assert "dollars" not in totals.numbers()
-    totals.add(OutcomeReached("a", "solved", "1", (0,), usage=Usage(draft_tokens=1_000_000)))
+    totals.add(OutcomeReached("a", "answered", "1", (0,), usage=Usage(draft_tokens=1_000_000)))
     assert math.isclose(totals.numbers()["dollars"], 2.0)

@@ -340,7 +340,7 @@ def health_table(health: Health) -> ReportTable:
         ("scores that also occur in the same question", cell(health.repeats.within, "%")),
         ("scores that also occur in another question", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
-        ("threshold: escalate above", shown_score(health, health.threshold)),
+        ("threshold: escalate if worse than", shown_score(health, health.threshold)),
         (
             "long-run rate with this threshold, if scores were independent (90 % interval)",
             _range(health.long_run),
@@ -374,7 +374,7 @@ def threshold_table(health: Health) -> ReportTable:
         for one in health.turns
     ]
     return ReportTable.of(
-        "Scores of each turn", ("turn", "scores", "median", "escalate above"), rows
+        "Scores of each turn", ("turn", "scores", "median", "escalate if worse than"), rows
     )
 
 

@@ -227,15 +227,19 @@ COMMANDS: dict[str, Command] = {
     "combine": Command(
         "atts.cli.evaluations",
         "combine",
-        "Let a target select or synthesize answers for problems on which a run's rollouts "
-        "disagree.",
+        "If the rollouts of a problem disagree, let a target select one of their answers or "
+        "synthesize a new one.",
     ),
     "compare": Command(
         "atts.cli.comparisons",
         "compare",
         "Compare the accuracies and costs of two runs problem by problem.",
     ),
-    "config": Command("atts.cli.preparation", "config_app", "Show every setting with its origin."),
+    "config": Command(
+        "atts.cli.preparation",
+        "config_app",
+        "Show the value of every setting, and where the value was set.",
+    ),
     "datasets": Command(
         "atts.cli.datasets", "datasets_app", "List datasets, or show the problems of one dataset."
     ),
@@ -277,10 +281,10 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "atts.cli.comparisons",
         "plan",
-        "Advise on rate, samples and turns; the advice is computed from recorded runs.",
+        "Recommend values for rate, samples and turns, computed from recorded runs.",
     ),
     "probe": Command(
-        "atts.cli.preparation", "probe", "Print which features for runs a server has."
+        "atts.cli.preparation", "probe", "Print which of the features that runs need a server has."
     ),
     "replay": Command(
         "atts.cli.comparisons",
@@ -299,7 +303,7 @@ COMMANDS: dict[str, Command] = {
     "sweep": Command(
         "atts.cli.evaluations",
         "sweep",
-        "Evaluate a method under many settings, and draw accuracy against cost.",
+        "Evaluate a method under many settings, and plot accuracy against cost.",
     ),
     "trace": Command(
         "atts.cli.recorded_runs", "trace", "Write a run's engine calls as a trace for Perfetto."
@@ -307,7 +311,7 @@ COMMANDS: dict[str, Command] = {
     "tune": Command(
         "atts.cli.preparation",
         "tune",
-        "Time a server, and advise how many tokens it should propose per step.",
+        "Time a server, and recommend how many tokens to propose per step of speculative decoding.",
     ),
     "view": Command(
         "atts.cli.serving", "view", "Show the progress of a run or a server as a live web page."
@@ -315,6 +319,6 @@ COMMANDS: dict[str, Command] = {
     "zoo": Command(
         "atts.cli.zoo",
         "app",
-        "Store many models in a folder (a zoo) that keeps equal blocks only once.",
+        "Store many models in a folder (a zoo) that keeps identical blocks only once.",
     ),
 }

@@ -23,17 +23,17 @@ Rate = Annotated[float, typer.Option(help="Share of chunks to escalate to the ta
 OwnRate = Annotated[
     float | None,
     typer.Option(
-        help="Share of chunks to escalate to the target; by default the rate of the run, or 0.4 "
-        "for a file."
+        help="Share of chunks to escalate to the target; by default the run's rate or, for a "
+        "file of scores, 0.4."
     ),
 ]
 Mode = Annotated[
     str,
     typer.Option(
-        help="Scope of rate control: each question (question), each turn of a question "
-        "(question-turn), or all chunks (aci, marginal, split). aci adapts its threshold; "
-        "marginal compares each score with all earlier scores, split with the stored "
-        "scores only."
+        help="Where the escalation rate is controlled: within each question (question), within "
+        "each turn of a question (question-turn), or over all chunks (aci, marginal, "
+        "split). aci adapts its threshold, marginal compares each score with all earlier "
+        "scores, and split compares each score only with the stored scores."
     ),
 ]
 Scale = Annotated[
@@ -60,7 +60,7 @@ ByLength = Annotated[
 Condition = Annotated[
     list[str] | None,
     typer.Option(
-        help="Condition under which the scores were made, such as target.model=QwQ-32B or "
+        help="Setting of the run that produced the scores, such as target.model=QwQ-32B or "
         "sampling.temperature=0.7; repeatable."
     ),
 ]
@@ -175,13 +175,13 @@ def replay(
     ] = "recalibrate",
     window: Annotated[
         int | None,
-        typer.Option(help="Number of latest scores with which each score is compared."),
+        typer.Option(help="Compare each score only with this many of the latest scores."),
     ] = None,
     decay: Annotated[
         float | None,
         typer.Option(
-            help="Factor by which the weight of a score shrinks with each newer score; with "
-            "0.99, older scores count less."
+            help="Multiply the weight of each earlier score by this factor whenever a new score "
+            "arrives; with 0.99, older scores count less."
         ),
     ] = None,
     scale: Scale = "perplexity",
@@ -281,7 +281,8 @@ def judge(
     rate: Annotated[
         float,
         typer.Option(
-            help="Share of chunks that both the judge and the coin escalate when they are compared."
+            help="Share of chunks that the judge escalates when it is compared with a coin; the "
+            "coin escalates the same share."
         ),
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Random seed of the cross-validation.")] = 0,
@@ -305,10 +306,10 @@ def judge(
         return
     gain, low, high = (100 * value for value in made.over_coin)
     chunks, problems = counted(made.chunks, "chunk"), counted(made.problems, "problem")
-    report_written(f"{out}: a judge fitted on {chunks} of {problems}")
+    report_written(f"{out}: a judge fitted on {chunks} from {problems}")
     report_written(
-        f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} "
-        f"[{low:+.2f}, {high:+.2f}] percentage points of rollout accuracy per chunk"
+        f"gain of the judge over a coin at rate {rate:g}: {gain:+.2f} [{low:+.2f}, {high:+.2f}] "
+        "percentage points of rollout accuracy per chunk, cross-validated by problem"
     )
     if not made.beats_coin:
         report_written("the judge is not shown to be better than a coin: the interval contains 0")
@@ -327,9 +328,9 @@ def report(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Scope of rate control: all chunks (aci, marginal, split), each question "
-            "(question), or each turn of a question (question-turn). Default: as in the "
-            "run or calibrator; for scores, aci."
+            help="Where the escalation rate is controlled: over all chunks (aci, marginal, "
+            "split), within each question (question), or within each turn of a question "
+            "(question-turn). Default: as in the run or calibrator; for scores, aci."
         ),
     ] = None,
     format: Annotated[
@@ -391,8 +392,8 @@ def check(
     live: Annotated[
         Path | None,
         typer.Option(
-            help="Scores of the run that uses the stored scores, in their order of arrival: a "
-            "run directory or a file."
+            help="Scores to compare with the stored scores: those of a run that uses the stored "
+            "scores, in order of arrival, as a run directory or a file."
         ),
     ] = None,
     rate: OwnRate = None,
@@ -431,7 +432,7 @@ def check(
         noticed = f" (noticed after {after})" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
-        watched = f", and {counted(len(other), 'score')} of the run, checked for drift"
+        watched = f"; {counted(len(other), 'score')} of the run were checked for drift"
         seen = counted(len(stored), "stored score") + ("" if live is None else watched)
         say(f"{file}: no problem found ({seen})")
 
@@ -568,7 +569,7 @@ def _print_health(health: Health) -> None:
     say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
     say(f"  {'repeated across questions':<28}{100 * health.repeats.across:.1f} %")
     say(
-        f"  escalate above              {shown_score(health, health.threshold)} (rate "
+        f"  escalate if worse than      {shown_score(health, health.threshold)} (rate "
         f"{health.rate:g})"
     )
     for words, (low, high) in (
@@ -586,5 +587,5 @@ def _print_health(health: Health) -> None:
         threshold = shown_score(health, row.threshold)
         say(
             f"  turn {row.turn:<4}{counted(row.scores, 'score') + ',':>14} median {median}, "
-            f"escalate above {threshold}"
+            f"escalate if worse than {threshold}"
         )

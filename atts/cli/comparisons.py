@@ -105,8 +105,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         between = comparison.if_right.difference.signed()
         lines.append(
             f"{'':16}answers that could not be graded count as wrong ({first} in the first run, "
-            f"{second} in the second); counting them as correct instead, the difference would "
-            f"be {between}"
+            f"{second} in the second); if they counted as correct, the difference would be "
+            f"{between}"
         )
     if comparison.mcnemar is not None:
         pairs = comparison.mcnemar
@@ -116,7 +116,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
             f"{pairs.neither}"
         )
     if comparison.sequential is not None:
-        lines.append(f"{'one by one':16}second run {comparison.sequential}")
+        lines.append(f"{'sequential':16}second run {comparison.sequential}")
     if comparison.single is not None and not is_one:
         lines += _accuracy_lines("one rollout", comparison.single)
     lines += _coin_lines(comparison.methods)
@@ -125,9 +125,9 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     for cost in comparison.costs:
         ratio = f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
         if math.isinf(cost.ratio):
-            ratio = "the first has none"
+            ratio = "the first run has none"
         elif math.isnan(cost.ratio):
-            ratio = "both have none"
+            ratio = "neither run has any"
         elif math.isnan(cost.low):
             ratio = f"{cost.ratio:.3f} (no interval for a single problem)"
         name = "seconds" if cost.name == "seconds" else cost.name.replace("_", " ")
@@ -135,8 +135,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         lines.append(f"{name:<16}{cost.first:>12{form}}{cost.second:>12{form}}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
-            "Problems run in parallel, so a run takes less time than the sum of the seconds of "
-            "its problems."
+            "Problems run in parallel, so the seconds of all problems add up to more than the "
+            "duration of the run."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
 
@@ -263,7 +263,8 @@ def replay(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method whose gate makes the decisions, such as atts, coin or top-b.",
+            help="Method whose gate makes the decisions of the replay, such as atts, coin or "
+            "top-b.",
             show_default="as recorded",
         ),
     ] = None,
@@ -274,8 +275,9 @@ def replay(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Scope of rate control: all chunks (aci, marginal, split), each question "
-            "(question), or each turn of a question (question-turn).",
+            help="Where the escalation rate is controlled: over all chunks (aci, marginal, "
+            "split), within each question (question), or within each turn of a question "
+            "(question-turn).",
             show_default="as recorded",
         ),
     ] = None,
@@ -301,17 +303,16 @@ def replay(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Random seed of the gate's decisions; with --rules, of the orders in which "
-            "rollouts arrive.",
+            help="Random seed for the gate's decisions; with --rules, for the random orders in "
+            "which rollouts arrive.",
             show_default="as recorded",
         ),
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
-            help="Instead of replaying decisions on chunks, compare rules that decide when to "
-            "stop or how to vote over whole rollouts: all, or names such as "
-            "exact,beta,doubling."
+            help="Do not replay decisions on chunks, but compare rules that decide how many "
+            "rollouts to sample or how to vote: all, or names such as exact,beta,doubling."
         ),
     ] = None,
     orders: Annotated[
@@ -484,8 +485,8 @@ def _rule_notes(found: Referee) -> Iterator[str]:
         "accuracy minus that of the vote of all rollouts."
     )
     yield (
-        "minus fixed: accuracy minus that of a fixed number of rollouts with the same number "
-        f"of {found.unit}. 1 point: number of problems needed to detect a"
+        "minus fixed: accuracy minus that of the vote of a fixed number of rollouts with the "
+        f"same mean cost in {found.unit}. 1 point: number of problems needed to detect a"
     )
     yield (
         "difference of 1 percentage point from the vote of all rollouts with 80 % power. "
@@ -498,8 +499,9 @@ def _rule_notes(found: Referee) -> Iterator[str]:
     if found.censored:
         yield ""
         yield (
-            f"left out: {counted(found.censored, 'rollout')} stopped before an answer. This biases "
-            "the results towards fast rollouts; a run with --early-stop none records all rollouts"
+            f"left out: {counted(found.censored, 'rollout')} stopped before they gave an answer. "
+            "This biases the results towards fast rollouts; a run with --early-stop none records "
+            "all rollouts"
         )
     if found.ungraded:
         yield f"left out: {counted(found.ungraded, 'problem')} without a verdict"
@@ -592,8 +594,8 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
         yield (
             f"The vote is unknown for {replayed.undecided:,} of "
             f"{counted(len(replayed.answers), 'problem')}. The lower bound of the accuracy counts "
-            "rollouts whose rest is unknown as wrong, and the upper bound counts them as correct; "
-            "both include the 95 % interval."
+            "rollouts whose remaining text is unknown as wrong, and the upper bound counts them "
+            "as correct; both bounds include the 95 % interval."
         )
     if replayed.censored:
         yield (
@@ -659,7 +661,7 @@ def _advice_lines(advice: Advice) -> list[str]:
     if advice.other_rates:
         lines += [
             "",
-            "Estimates for rates at which there is no run, from decisions on the recorded scores:",
+            "Estimates for rates without a recorded run, from decisions on the recorded scores:",
         ]
         lines.append(
             f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   accuracy between     unknown "
@@ -673,18 +675,22 @@ def _advice_lines(advice: Advice) -> list[str]:
                 f"{100 * guess.off_policy:>14.1f} %"
             )
         lines.append(
-            "  For better estimates, start a run at one of these rates (--limit 20), and plan "
-            "from both runs."
+            "  For better estimates, start a run at one of these rates (--limit 20), and give "
+            "both runs to `atts plan`."
         )
     if advice.chunks is not None:
         lines += ["", *_chunk_lines(advice.chunks)]
     lines += ["", "Measured speeds:"]
     for speed in advice.speeds:
-        scored = f", {speed.scored_per_second:,.0f} scored" if speed.scored_per_second else ""
+        scored = (
+            f" and scores {speed.scored_per_second:,.0f} per second"
+            if speed.scored_per_second
+            else ""
+        )
         lines.append(
-            f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens per second "
-            f"written{scored} while busy ({speed.busy_seconds:,.1f} s; {counted(speed.calls, 'call')} of "
-            f"{speed.seconds_per_call * 1000:,.0f} ms on average)"
+            f"  {speed.engine:<8}writes {speed.written_per_second:,.0f} tokens per second{scored} "
+            f"while it is busy. It was busy for {speed.busy_seconds:,.1f} s, with "
+            f"{counted(speed.calls, 'call')} of {speed.seconds_per_call * 1000:,.0f} ms on average"
         )
     return [*lines, "", *advice.notes]
 
@@ -743,13 +749,13 @@ def _option_columns(cells: Sequence[str]) -> str:
 def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
         f"Chunks: {100 * advice.cut:.1f} % of the draft's chunks were cut at the limit of "
-        f"{advice.limit} tokens. {100 * advice.fixed:.0f} % of a rollout's time is spent on a "
-        f"fixed time per turn (R² of this fit: {advice.fit:.2f})."
+        f"{advice.limit} tokens. A fixed time per turn makes up {100 * advice.fixed:.0f} % of a "
+        f"rollout's time (estimated by a linear fit with R² = {advice.fit:.2f})."
     ]
     for choice in advice.choices:
         lines.append(
-            f"  limit {choice.limit:>5}: {choice.turns:.2f} times as many turns, "
-            f"{choice.seconds:.2f} times as many seconds"
+            f"  limit {choice.limit:>5}: {choice.turns:.2f} times as many turns and "
+            f"{choice.seconds:.2f} times as many seconds as with the recorded limit"
         )
     return [
         *lines,

@@ -76,7 +76,8 @@ OPTIONS: Mapping[str, Parameter] = {
     ),
     "max_tokens": _key("Largest number of tokens per rollout.", "depends on the models", kind=int),
     "thinking_tokens": _key(
-        "Number of tokens after which a rollout must stop thinking and write its answer.",
+        "Largest number of tokens that a rollout spends on thinking; then it must write its "
+        "answer.",
         "no limit",
         kind=int,
     ),
@@ -99,10 +100,10 @@ OPTIONS: Mapping[str, Parameter] = {
         "certain",
     ),
     "rate_scope": _key(
-        "Scope of rate control: each question (question), each turn of a question "
-        "(question-turn), or the whole run (aci, marginal, split). aci adapts its threshold; "
-        "marginal compares each score with all earlier scores, split with the stored scores "
-        "only.",
+        "Where the escalation rate is controlled: within each question (question), within each "
+        "turn of a question (question-turn), or over the whole run (aci, marginal, split). aci "
+        "adapts its threshold, marginal compares each score with all earlier scores, and split "
+        "compares each score only with the stored scores.",
         "aci",
     ),
     "scores": _key("Calibration scores to start from: a file or a run directory.", metavar="FILE"),
@@ -161,8 +162,8 @@ OPTIONS: Mapping[str, Parameter] = {
         "html",
     ),
     "log": _key(
-        "Experiment tracker to which the run's metrics are also sent: wandb, mlflow, "
-        "tensorboard, trackio or otel (OpenTelemetry); repeatable.",
+        "Experiment tracker that also receives the run's metrics: wandb, mlflow, tensorboard, "
+        "trackio or otel (OpenTelemetry); repeatable.",
         "none",
         kind=list[str],
         metavar="NAME[:PROJECT]",
@@ -181,7 +182,8 @@ OPTIONS: Mapping[str, Parameter] = {
         kind=float,
     ),
     "max_total_tokens": _key(
-        "Stop the run after this many tokens: prompts, scored texts and completions of all calls.",
+        "Stop the run after this many tokens, counting the prompts, scored texts and "
+        "completions of all calls.",
         True,
         kind=int,
     ),
@@ -191,7 +193,9 @@ OPTIONS: Mapping[str, Parameter] = {
         kind=float,
     ),
     "compare_to": _key(
-        "Directory of the earlier run with which --stop-when compares this run.", metavar="RUN"
+        "Directory of an earlier run on the same problems; --stop-when compares "
+        "the accuracy of this run with that of the earlier run.",
+        metavar="RUN",
     ),
     "on_unscored": _key(
         "What to do if many chunks in a row have no usable score: stop (end the run and keep "
@@ -206,8 +210,9 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     "stop_when": _key(
-        "When to stop early: decided (once its accuracy is shown to differ from that of the "
-        "--compare-to run), decided=2 (also once it is shown to differ by at most 2 points).",
+        "When to stop the run early: decided (once its accuracy is shown to be higher or lower "
+        "than that of the --compare-to run), decided=2 (also once the two accuracies are shown "
+        "to differ by at most 2 points).",
         metavar="decided[=POINTS]",
     ),
 }

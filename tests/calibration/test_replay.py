@@ -299,7 +299,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert report["clusters"]["clusters"] == 40
     assert report["repeats"]["within"] == 0
     assert any("effective sample size" in warning for warning in report["warnings"])
-    assert "escalate above" in atts("report", saved).stdout
+    assert "escalate if worse than" in atts("report", saved).stdout
     long_chunks = tmp_path / "products.jsonl"
     rows = [{"question": k // 16, "turn": k // 639, "score": math.exp(k % 190)} for k in range(640)]
     long_chunks.write_text(lines_of(rows))

@@ -115,7 +115,7 @@ def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
     assert found.if_right.difference.value == pytest.approx(0.25)
     assert (
         "answers that could not be graded count as wrong (1 in the first run, 2 in the second); "
-        "counting them as correct instead, the difference would be +0.250 ["
+        "if they counted as correct, the difference would be +0.250 ["
         in atts("compare", str(a), str(b)).out
     )
     assert (

@@ -271,7 +271,7 @@ COMMANDS: dict[str, Command] = {
     "pairs": Command(
         "atts.cli.preparation",
         "pairs",
-        "List pairs of draft and target models, and the GPUs on which they fit.",
+        "List pairs of draft and target models, and the GPUs that they fit on.",
     ),
     "pilot": Command(
         "atts.cli.evaluations",

@@ -318,7 +318,7 @@ def replay(
     orders: Annotated[
         int | None,
         typer.Option(
-            help="With --rules: number of random orders in which the rollouts arrive.",
+            help="With --rules: number of random orders in which each rule gets the rollouts.",
             show_default="200, or fewer if the run has more than 100 problems",
         ),
     ] = None,

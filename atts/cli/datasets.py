@@ -246,7 +246,7 @@ def grade(
         Literal["none", "statement", "number"],
         typer.Option(
             help="How to find the answer in a text without \\boxed{} and without a mark such as "
-            '"Answer: 5": none (there is no answer), statement (a value stated in the last '
+            '"Answer: 5": none (the text has no answer), statement (a value stated in the last '
             "sentence), number (the last number)."
         ),
     ] = "statement",

@@ -159,7 +159,7 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     output = "new"
     if estimate.done:
         problems = counted(estimate.problems, "problem")
-        output = f"this directory already has {estimate.done} of {problems}"
+        output = f"this directory already has the results of {estimate.done} of {problems}"
     lines = [
         f"{estimate.dataset}: {counted(estimate.problems, 'problem')} x "
         f"{counted(configuration['samples'], 'rollout')}, method {configuration['method']}, rate {configuration['rate']:g}",
@@ -167,7 +167,9 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     ]
     if "target" in estimate.roles:
         speculate = configuration["speculate"]
-        lines.append(f"  proposed  by {estimate.proposes} (speculate={speculate})")
+        lines.append(
+            f"  proposed  source of proposed tokens: {estimate.proposes} (speculate={speculate})"
+        )
     lines.append(f"  output    {estimate.directory} ({output})")
     for key, (role, words) in _BUDGET.items():
         if role is None or role in estimate.roles:
@@ -323,8 +325,9 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f", without {counted(spared, 'rollout')} that the settled vote cancelled, so pass@1 is "
-        "biased towards fast rollouts (--early-stop none runs all rollouts)"
+        f", without {counted(spared, 'rollout')} that were cancelled when the vote was settled. "
+        "Slow rollouts are cancelled more often, so pass@1 is biased towards fast rollouts "
+        "(--early-stop none runs all rollouts)"
     )
 
 

@@ -82,8 +82,8 @@ def pairs(
     card: Annotated[
         str | None,
         typer.Option(
-            help="GPU model on which the pair must fit: rtx4090, rtx5090, l40s, a100, h100, "
-            "h200 or b200.",
+            help="GPU model that the pair must fit on: rtx4090, rtx5090, l40s, a100, h100, h200 "
+            "or b200.",
             metavar="CARD",
         ),
     ] = None,
@@ -100,8 +100,9 @@ def pairs(
         bool,
         typer.Option(
             "--local",
-            help="Show on which GPUs the models fit if they run in this process, with memory of "
-            "weights and cache, and number of rollouts in flight.",
+            help="For models that run in this process, show the GPUs that they fit on, the "
+            "memory for their weights and caches, and how many rollouts fit at the same "
+            "time.",
         ),
     ] = False,
     as_json: Annotated[
@@ -219,8 +220,8 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]
         cards = "".join(f"{_count(placement):<10}" for placement in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
     yield (
-        "GB: size of the weights. Cards: smallest number of cards on which both models fit (* "
-        "with the target in fp8). Sizes are computed, not measured."
+        "GB: size of the weights. Columns named after a card: smallest number of these cards "
+        "that fit both models (* with the target in fp8). Sizes are computed, not measured."
     )
 
 
@@ -251,10 +252,10 @@ def _details(
     for key, value in pair.settings.items():
         yield f"  {key:<24} {json_line(value)}"
     for benchmark, row in pair.published.items():
-        speeds = f"{row.marginal:g}x marginal, {row.conditional:g}x conditional"
+        speeds = f"{row.marginal:g}x (paper-marginal), {row.conditional:g}x (paper-conditional)"
         yield (
-            f"  published {benchmark}: {100 * row.accuracy:.1f} % solved by any of 16 rollouts, "
-            f"speed-up {speeds}"
+            f"  published results on {benchmark}: {100 * row.accuracy:.1f} % of problems solved "
+            f"by at least one of 16 rollouts; speed-up over the target alone: {speeds}"
         )
     for kind, placement in placed.items():
         yield f"  memory    {placement or _without(pair, kind)}"
@@ -275,15 +276,15 @@ def doctor(
     card: Annotated[
         str | None,
         typer.Option(
-            help="GPU model on which the pair must fit: rtx4090, rtx5090, l40s, a100, h100, "
-            "h200 or b200.",
+            help="GPU model that the pair must fit on: rtx4090, rtx5090, l40s, a100, h100, h200 "
+            "or b200.",
             show_default="the GPUs of this machine",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to which the settings are written; `atts eval --config FILE` reads it.",
+            help="File to write the settings to; `atts eval --config FILE` reads it.",
             metavar="FILE",
         ),
     ] = None,
@@ -393,7 +394,7 @@ def probe(
         )
         say(json_line(report.as_json()) if as_json else report)
         if need != "nothing" and need not in report.can:
-            raise CheckFailed(f"{url} cannot {need}")
+            raise CheckFailed(f"{url} lacks the ability that --need requires: {need}")
 
     run_async(main)
 
@@ -406,14 +407,14 @@ def tune(
     load: Annotated[
         str,
         typer.Option(
-            help="Numbers of simultaneous requests with which to time the server, such as 1,4,16."
+            help="Time the server with these numbers of simultaneous requests, such as 1,4,16."
         ),
     ] = "1,4,16,64",
     tokens: Annotated[
         int, typer.Option(help="Number of tokens that each timed request generates.")
     ] = 64,
     most: Annotated[
-        int, typer.Option(help="Largest number of proposed tokens per step that is considered.")
+        int, typer.Option(help="Consider proposals of at most this many tokens per step.")
     ] = 8,
     method: Annotated[
         str,
@@ -441,7 +442,9 @@ def tune(
     try:
         loads = [int(part) for part in load.split(",")]
     except ValueError:
-        raise OptionError("--load", f"{load!r} is not a list of numbers such as 1,4,16") from None
+        raise OptionError(
+            "--load", f"{load!r} is not a list of whole numbers separated by commas, such as 1,4,16"
+        ) from None
     server = read_server(url)
     engine = RemoteEngine(
         server.url,

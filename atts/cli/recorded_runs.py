@@ -97,8 +97,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to which the report is written; - is stdout. By default report.html, "
-            "report.md or report.json in the run directory."
+            help="File to write the report to; - is stdout. By default report.html, report.md or "
+            "report.json in the run directory."
         ),
     ] = None,
     compare_to: Annotated[
@@ -264,7 +264,7 @@ def merge(
         list[Path],
         typer.Argument(help="Run directories of the shards (as passed to `atts eval --out`)."),
     ],
-    out: Annotated[Path, typer.Option(help="New directory to which the merged run is written.")],
+    out: Annotated[Path, typer.Option(help="New directory for the merged run.")],
     as_json: Json = False,
 ) -> None:
     """Merge the shards of an evaluation into one run.
@@ -304,7 +304,7 @@ def merge(
     problems, runs = counted(made.problems, "problem"), counted(len(made.parts), "run")
     tell(f"Merged {problems} of {runs}. Next: atts report {out}")
     if facts["calibrator"] is None:
-        tell(f"No calibrator: {facts['why']}")
+        tell(f"No calibrator was merged: {facts['why']}")
     else:
         tell(f"Merged calibrator of the runs: {facts['calibrator']}")
 
@@ -332,9 +332,7 @@ def salvage(
     run: RunDirectory,
     out: Annotated[
         Path,
-        typer.Option(
-            help="New directory to which the undamaged part is copied.", metavar="DIRECTORY"
-        ),
+        typer.Option(help="New directory for a copy of the undamaged part.", metavar="DIRECTORY"),
     ],
     as_json: Json = False,
 ) -> None:
@@ -478,8 +476,8 @@ def _lines(made: Imported) -> Iterator[str]:
     yield str(made.directory)
     yield (
         f"{counted(made.rollouts, 'rollout')} of {counted(made.problems, 'problem')}, up to "
-        f"{made.most_rollouts:,} each, from {counted(made.files, 'file')} of {made.format}"
-        f"{f' ({made.model})' if made.model else ''}"
+        f"{made.most_rollouts:,} per problem, from {counted(made.files, 'file')} in the format "
+        f"{made.format}{f' ({made.model})' if made.model else ''}"
     )
     if made.already:
         yield f"skipped, because already imported: {counted(made.already, 'problem')}"
@@ -524,7 +522,7 @@ def export(
     out: Annotated[
         Path,
         typer.Option(
-            help="File to which the records are written; its name ends in .jsonl or .parquet.",
+            help="File to write the records to; its name ends in .jsonl or .parquet.",
             metavar="FILE",
         ),
     ],
@@ -546,8 +544,8 @@ def export(
         str | None,
         typer.Option(
             help="With --as opd: model that computes the most likely tokens at each position of "
-            "a rollout, usually the run's target. Formats: embedded:target, hf:MODEL or "
-            "vllm:URL.",
+            "a rollout, usually the target of the run. Formats: embedded:target, hf:MODEL "
+            "or vllm:URL.",
             metavar="MODEL",
         ),
     ] = None,

@@ -48,8 +48,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A single model whose rollouts vote, instead of a draft and a target; same "
-            "formats as --draft.",
+            help="Single model to serve instead of a draft and a target; its rollouts vote. "
+            "Same formats as --draft.",
             show_default="none: a pair",
         ),
     ] = None,
@@ -75,8 +75,8 @@ def serve(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Folder in which the ledger, calibrators and background responses are kept, "
-            "so that they survive a restart.",
+            help="Folder for the ledger, the calibrators and the background responses, so that "
+            "they survive a restart.",
             show_default="none: in memory",
         ),
     ] = None,
@@ -217,7 +217,10 @@ def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
     """
     for option in ("pair", "draft", "target"):
         if context.params.get(option) is not None:
-            raise OptionError("--model", f"{model} runs as a single model; leave --{option} out")
+            raise OptionError(
+                "--model",
+                f"{model} is served as a single model, without a pair; leave --{option} out",
+            )
     return replace(setup, draft=model, target=model, method="draft-only")
 
 
@@ -273,9 +276,7 @@ def view(
         str,
         typer.Argument(help="Run directory, or the address of a server that `atts serve` started."),
     ],
-    port: Annotated[
-        int, typer.Option(help="Port on which the page is served; 0 means any free port.")
-    ] = 8322,
+    port: Annotated[int, typer.Option(help="Port of the page; 0 means any free port.")] = 8322,
     as_json: options.ObjectJson = False,
 ) -> None:
     """Show a live page of a run directory or of a server.

@@ -142,8 +142,8 @@ class StoryPrinter:
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
             raise OptionError(
                 "follow",
-                f"{follow!r} is not the number of a rollout; give a whole number from 0 to "
-                f"below {samples}, or all",
+                f"there is no rollout {follow!r}; give all, or a whole number from 0 up to but "
+                f"not including {samples}",
             )
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)

@@ -34,8 +34,8 @@ def add(
     base: Annotated[
         str,
         typer.Option(
-            help="Model of the zoo on which the adapter (LoRA) was trained, or that supplies "
-            "the files missing from the folder.",
+            help="Model of the zoo: the base model of the adapter (LoRA), or the model that "
+            "supplies the files missing from the folder.",
             show_default="the base model that the adapter names",
         ),
     ] = "",
@@ -147,7 +147,7 @@ def compare(
     zoo: Directory,
     problems: Annotated[
         str,
-        typer.Option(help="Dataset on which to measure the model; same formats as in `atts eval`."),
+        typer.Option(help="Dataset to measure the model on; same formats as in `atts eval`."),
     ] = "arithmetic[:30]",
     most: Annotated[
         int,
@@ -197,8 +197,8 @@ def compare(
         print_json(compared)
     elif not compared.pairs:
         say(
-            f"no block of another model has both the same shape as a block of {name} and a "
-            f"distance below {apart:g}; give a larger --apart"
+            f"no block of another model has the same shape as a block of {name} and a distance "
+            f"from it below {apart:g}; give a larger --apart"
         )
     elif compared.kept is not None:
         replaced = counted(len(compared.kept.stands), "replaced block")

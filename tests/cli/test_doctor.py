@@ -184,8 +184,8 @@ def test_pairs_are_listed(atts: Any) -> None:
     one = atts("pairs", "qwen-7b/qwq-32b", "--card", "h100").out
     assert "vllm serve Qwen/QwQ-32B --port 8000" in one
     assert (
-        "published aime25: 40.0 % solved by any of 16 rollouts, speed-up 14.5x marginal, 12.82x conditional"
-        in one
+        "published results on aime25: 40.0 % of problems solved by at least one of 16 rollouts; "
+        "speed-up over the target alone: 14.5x (paper-marginal), 12.82x (paper-conditional)" in one
     )
     assert atts("pairs", "embedded").out.count("no GPU is needed") == 3
 

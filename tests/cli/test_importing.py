@@ -36,7 +36,7 @@ def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
     assert said.code == 0
     assert said.out.splitlines() == [
         "run",
-        "6 rollouts of 2 problems, up to 3 each, from 1 file of jsonl",
+        "6 rollouts of 2 problems, up to 3 per problem, from 1 file in the format jsonl",
         "the tool recorded: costs of 6",
         "cost: $3.0000",
         "no answer could be graded, because the files have no reference answers; name a dataset with --dataset",

@@ -289,7 +289,7 @@ COMMANDS: dict[str, Command] = {
     "replay": Command(
         "atts.cli.comparisons",
         "replay",
-        "Compute the results of a recorded run under another policy, without a model.",
+        "Compute the results that a recorded run would have under another policy, without a model.",
     ),
     "report": Command("atts.cli.recorded_runs", "report", "Write the report of a run."),
     "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and accuracy."),

@@ -130,7 +130,7 @@ def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str
         text = sys.stdin.read() if file == "-" else read_ordinary(Path(file)).decode("utf-8")
     except OSError as problem:
         raise CalibrationInputError(
-            "records", file, f"a file that can be read ({problem.strerror})"
+            "file of scores", file, f"a readable file ({problem.strerror})"
         ) from None
     except UnicodeDecodeError:
         raise CalibrationInputError(file, "not text", "JSON Lines, a .npy array or JSON") from None

@@ -74,7 +74,7 @@ def compare(
     from atts.api import compare as compared
 
     if points and not sequential:
-        raise OptionError("points", "this option needs --sequential")
+        raise OptionError("--points", "this option needs --sequential")
     comparison = compared(first, second, points=points if sequential else None, seed=seed)
     left_out = comparison.only_first + comparison.only_second
     if left_out:
@@ -424,9 +424,9 @@ def _play_rules(
 def _rule_lines(found: Referee) -> Iterator[str]:
     """Yield one row per rule, the meaning of the columns, and notes on the numbers."""
     yield (
-        f"{counted(found.problems, 'problem')}, up to {found.most:,} of "
-        f"{counted(found.rollouts, 'rollout')} in {counted(found.orders, 'random order')} "
-        f"(seed {found.seed})"
+        f"{counted(found.problems, 'problem')} with {counted(found.rollouts, 'rollout')}, up to "
+        f"{found.most:,} per problem, in {counted(found.orders, 'random order')} (seed "
+        f"{found.seed})"
     )
     yield ""
     costs = [unit for unit in ("tokens", "seconds", "dollars") if _is_known(found, unit)]

@@ -488,7 +488,7 @@ def _lines(made: Imported) -> Iterator[str]:
         "seconds": made.with_seconds,
         "costs": made.with_dollars,
     }
-    known = [f"{name} of {count:,}" for name, count in parts.items() if count]
+    known = [f"{name} of {counted(count, 'rollout')}" for name, count in parts.items() if count]
     yield f"the tool recorded: {', '.join(known) if known else 'only texts'}"
     if made.scores:
         yield f"scores: {', '.join(made.scores)}"
@@ -589,6 +589,6 @@ def _export_lines(made: Exported) -> Iterator[str]:
     yield str(made.path)
     trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
     records = counted(made.records, "record")
-    yield f"{records} of {counted(made.problems, 'problem')} as {made.kind}{trained}"
+    yield f"{records} of kind {made.kind} from {counted(made.problems, 'problem')}{trained}"
     for reason, count in made.skipped.items():
         yield f"left out: {counted(count, 'rollout')} ({reason})"

@@ -72,7 +72,7 @@ def solve(
     from atts.core import Problem
 
     if kind not in _KINDS:
-        raise OptionError("kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
+        raise OptionError("--kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
     asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
     setup = options.configured(context, config, pairs).setup().informed()
     for text in setup.warnings:
@@ -141,7 +141,7 @@ class StoryPrinter:
 
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
             raise OptionError(
-                "follow",
+                "--follow",
                 f"there is no rollout {follow!r}; give all, or a whole number from 0 up to but "
                 f"not including {samples}",
             )

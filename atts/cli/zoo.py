@@ -214,8 +214,8 @@ def compare(
 def _compared(pair: MeasuredPair) -> str:
     near = pair.likeness
     return (
-        f"{near.place} replaced by {near.other}: distance of parameters {near.distance:.3f}, "
-        f"cosine {near.cosine:.3f}\n  {pair.loss}"
+        f"{near.place} replaced by {near.other}: distance between the parameters "
+        f"{near.distance:.3f}, cosine similarity {near.cosine:.3f}\n  {pair.loss}"
     )
 
 

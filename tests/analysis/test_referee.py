@@ -294,7 +294,9 @@ def test_the_command_prints_a_row_or_an_object_per_rule(
     directory = str(imported(run_import, tmp_path))
     assert command(["replay", directory, "--rules", "exact,beta", "--orders", "10"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("8 problems, up to 6 of 48 rollouts in 10 random orders (seed 0)")
+    assert out.startswith(
+        "8 problems with 48 rollouts, up to 6 per problem, in 10 random orders (seed 0)"
+    )
     assert [line.split()[0] for line in out.splitlines()[3:6]] == ["all", "exact", "beta"]
     assert "beta: stops when the leading answer beats the second with probability 0.95" in out
     assert command(["replay", directory, "--rules", "all", "--orders", "10", "--json"]) == 0

@@ -37,7 +37,7 @@ def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
     assert said.out.splitlines() == [
         "run",
         "6 rollouts of 2 problems, up to 3 per problem, from 1 file in the format jsonl",
-        "the tool recorded: costs of 6",
+        "the tool recorded: costs of 6 rollouts",
         "cost: $3.0000",
         "no answer could be graded, because the files have no reference answers; name a dataset with --dataset",
     ]
@@ -94,6 +94,6 @@ def test_an_export_prints_file_and_counts(atts: Atts, theirs: Path) -> None:
     said = atts("export", "run", "--as", "sft", "--out", "sft.jsonl")
     assert said.out.splitlines() == [
         "sft.jsonl",
-        "2 records of 1 problem as sft",
+        "2 records of kind sft from 1 problem",
         "left out: 4 rollouts (not graded as correct)",
     ]

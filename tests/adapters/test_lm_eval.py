@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def task_of(folder: Path, problems: tuple[Problem, ...]) -> Any:
-    """Make an lm_eval task from problems of atts; the task compares the text in the last box with
-    the answer.
+    """Make an lm_eval task from problems of atts; the task compares the number in a reply's last
+    `boxed` command with the answer.
     """
     from lm_eval.tasks import TaskManager
 
@@ -65,8 +65,8 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
 def test_simple_evaluate_runs_the_embedded_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lm_eval's `simple_evaluate` scores the answers of atts by exact match and leaves a resumable
-    run.
+    """lm_eval's `simple_evaluate` scores the answers of atts by exact match; the run is recorded in
+    a run directory.
     """
     import atts.adapters.lm_eval
 
@@ -86,8 +86,8 @@ def test_simple_evaluate_runs_the_embedded_benchmark(
 
 
 def test_generation_stops_at_until_and_at_the_token_limit() -> None:
-    """The task's `until` ends a reply, its `max_gen_toks` limits a rollout, and replies keep the
-    order of the requests.
+    """A reply ends at the strings in `until`, `max_gen_toks` limits the tokens of a rollout, and
+    replies are in the order of the requests.
     """
     from atts.adapters.lm_eval import ATTSLM
 
@@ -108,8 +108,8 @@ def test_generation_stops_at_until_and_at_the_token_limit() -> None:
 
 
 def test_loglikelihood_is_the_targets() -> None:
-    """The adapter returns the target's log-likelihoods: a correct continuation is likelier than a
-    wrong one, and a rolling log-likelihood sums over the text's tokens.
+    """The log-likelihoods come from the target, so a correct continuation is likelier than a wrong
+    one. A rolling log-likelihood is the sum over all tokens of the text.
     """
     from atts.adapters.lm_eval import ATTSLM
 

@@ -19,8 +19,8 @@ SMALL = Policy(samples=3, turns=10, early_stop="none")
 
 @pytest.mark.anyio
 async def test_a_reply_holds_the_reasoning_or_only_the_answer() -> None:
-    """By default a reply is the text of a rollout that voted for the answer; "answer" replies with
-    the answer alone, or "" if there is none.
+    """By default a reply is the full text of a rollout that voted for the answer. In mode "answer"
+    the reply is only the answer, or "" if the problem has no answer.
     """
     question = toy_problems(1)[0]
     async with Session(Setup(draft="scripted", target="scripted", policy=SMALL)) as session:
@@ -57,7 +57,8 @@ def test_unknown_and_impossible_options_are_refused(options: dict[str, object], 
 
 
 def test_harness_values_become_settings() -> None:
-    """Settings given as text become numbers, and separately given engines are used.
+    """The strings in which a harness passes settings become numbers, and the options `draft` and
+    `target` replace the engine that the model argument names.
 
     A conversation without a question is refused.
     """

@@ -51,8 +51,8 @@ class Sample:
 
 
 def slime_sample(**fields: Any) -> Any:
-    """Make a sample of slime's own class from its source file alone, because the package needs Ray
-    and SGLang.
+    """Make a sample of slime's own class, loaded from its source file alone, because importing the
+    package needs Ray and SGLang.
     """
     if not Path(TYPES).is_file():
         pytest.skip(
@@ -127,7 +127,9 @@ def test_a_sample_is_what_the_trainer_reads(make: Callable[..., Any]) -> None:
 
 
 def test_a_rollout_that_starts_again_has_the_tokens_of_its_text() -> None:
-    """With escalates=rollout the draft's discarded chunks are not part of the sample."""
+    """With `escalates=rollout`, the target writes an escalated rollout from the beginning; the
+    sample leaves out the chunks that the draft wrote before.
+    """
     samples = written([one.text for one in toy_problems(12)], rate=0.3, escalates="rollout")
     restarted = [one for one in samples if one.metadata["atts"]["escalated"]]
     assert len(restarted) > 3
@@ -214,7 +216,9 @@ def test_an_engine_that_never_could_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("given", [{}, {"atts": {"draft": "scripted"}}, {"atts": "scripted"}])
 def test_settings_that_name_no_pair_are_refused(given: dict[str, Any]) -> None:
-    """If the settings name no pair, the error names the slime flag that sets the pair."""
+    """If the settings name no pair of models, the error names the slime flag that passes these
+    settings.
+    """
 
     async def main() -> None:
         await generate(Namespace(**given), Sample(prompt="1 + 1?"), PARAMS)

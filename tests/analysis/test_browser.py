@@ -65,7 +65,7 @@ CLIPPED = """
 [...document.querySelectorAll("section table")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.clientWidth)
   .map((node) => `${node.caption.textContent}: ${node.offsetWidth} of ${node.parentElement.clientWidth}`)
-"""  # JavaScript that lists tables which show a part only after horizontal scrolling
+"""  # JavaScript that lists tables of which a part is visible only after horizontal scrolling
 NAMES = """
 (() => {
   const bad = [];
@@ -121,8 +121,8 @@ def test_report_loads_nothing_but_itself(page: Any, report: str) -> None:
 
 @pytest.mark.parametrize("column", [0, 5, 9])
 def test_a_click_on_a_column_sorts_the_table(page: Any, report: str, column: int) -> None:
-    """The first click sorts upwards and the second downwards, numbers as numbers; screen readers
-    get the order.
+    """The first click on a column sorts it in ascending order and the second in descending order.
+    Numbers sort by value, and screen readers are given the order.
     """
     page.open(report)
     table = "document.getElementById('problem-table')"
@@ -158,8 +158,8 @@ def test_the_keyboard_alone_can_sort_a_table(page: Any, report: str) -> None:
 
 
 def test_links_lead_to_a_rollout_and_back(page: Any, report: str) -> None:
-    """A link leads to a problem, the problem's rollouts unfold into chunks, and another link leads
-    back.
+    """A link leads from the problem table to one problem, its rollouts unfold into chunks, and
+    another link leads back.
     """
     page.open(report)
     page.run("document.querySelector('#problem-table a').click()")
@@ -233,8 +233,8 @@ def test_no_table_scrolls_at_1280_pixels(
 def test_the_calibration_report_is_readable(
     page: Any, run: Path, scheme: str, width: int, tmp_path: Path
 ) -> None:
-    """The calibration report loads nothing, begins with its numbers and is readable in both colour
-    schemes.
+    """The calibration report loads no other file, shows its key figures at the top, and is readable
+    in both colour schemes.
     """
     written = tmp_path / "calibration.html"
     save_calibration(calibration_report(run), "html", written)

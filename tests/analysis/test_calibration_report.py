@@ -33,7 +33,7 @@ from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_prob
 
 
 def _scores(questions: int = 12, each: int = 20, seed: int = 0) -> StoredScores:
-    """Draw perplexities of questions with different levels, two turns each."""
+    """Sample perplexities, over two turns, for questions with different mean perplexities."""
     draw = random.Random(seed)
     hard = [draw.uniform(0.2, 1.5) for _ in range(questions)]
     rows = [
@@ -227,8 +227,8 @@ def test_scores_of_two_questions_are_reported_as_copies() -> None:
 
 
 def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
-    """Without questions the report leaves out modes and charts by question, and the effective
-    sample size is an upper bound.
+    """If the scores do not name their questions, the report has no modes or charts per question,
+    and the effective sample size is an upper bound.
     """
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
     with pytest.raises(CalibrationInputError, match="do not name their questions"):
@@ -345,8 +345,8 @@ def test_an_explicit_format_wins_over_the_file_ending(
 
 
 def test_impossible_reports_are_refused(other_run: Path, tmp_path: Path) -> None:
-    """A run without scores, a missing path, an unknown format and a figure written as text are
-    refused with errors.
+    """An error is raised for a run without scores, a missing path, an unknown format, a PNG without
+    a folder, and an invalid label.
     """
     with pytest.raises(CalibrationInputError, match="the run's scores"):
         calibration_report(other_run)

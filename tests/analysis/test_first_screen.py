@@ -32,8 +32,8 @@ def _again(report: RunReport, **other: Any) -> str:
 
 
 def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Path) -> None:
-    """The sentence names the number of correct answers, the target's share of the text and the
-    first other run.
+    """The report's first sentence gives the number of correct answers, the target's share of the
+    written text, and a comparison with another run.
     """
     report = build_report(run, [other_run]).report
     right = sum(row.verdict == "correct" for row in report.problems)
@@ -76,7 +76,7 @@ def test_a_comparison_with_a_coin_gives_the_first_number(
 
 
 def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:
-    """Every format has the number of correct answers, the target's text, and the escalated chunks,
+    """Every format gives the numbers of correct answers, of target tokens and of escalated chunks,
     and says whether the rate is on target.
     """
     built = build_report(run, [other_run])

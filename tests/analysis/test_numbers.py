@@ -96,8 +96,8 @@ def test_every_number_equals_a_count_over_the_journal(run: Path) -> None:
     )
     assert report.timing.sibling_seconds == pytest.approx(held_up)
     holds = sum(isinstance(event, CallSpan) and event.stage == HOLD for event in events)
-    # a rollout that waits for the score of an equal chunk has an edge from its sibling's scoring
-    # call
+    # a rollout whose chunk equals a sibling's waits for the sibling's score, so the graph has an
+    # edge from the sibling's scoring call
     assert report.timing.sibling_edges == holds > 0
     assert "over 12 problems" in report.verdict.line
 
@@ -175,8 +175,8 @@ def test_the_audit_uses_the_runs_stored_scores(
 
 
 def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_path: Path) -> None:
-    """If the number of problems is known, the guarantee allows a few decisions more or less instead
-    of hundreds, and the audit confirms it.
+    """If the number of problems is known, the guaranteed distance between realised and nominal rate
+    is below 0.1, and the audit confirms the guarantee.
     """
     policy = replace(Setup().policy, samples=8)
     held = build_report(
@@ -350,7 +350,9 @@ def test_packed_pages_unpack_and_hold_no_markup(text: str) -> None:
 
 
 def test_pages_keep_to_their_budget() -> None:
-    """Texts are shortened until all problems fit into the budget; scores and decisions are kept."""
+    """Long texts are shortened until all problems fit into the size limit of the pages; scores and
+    decisions are kept.
+    """
     noise = "".join(map(chr, Random(0).choices(range(33, 123), k=60_000)))
     pages = Pages(100 * 2000, 100)
     for number in range(100):
@@ -394,8 +396,8 @@ def _node(
 
 
 def test_idle_time_of_an_engine_is_measured() -> None:
-    """An engine that idles from 2 to 5 of 8 seconds is busy 5/8 of the time, and calls that wait
-    for a slot count as waiting.
+    """The engine has no call in flight from second 2 to second 5 of 8, so its busy share is 5/8. A
+    call is counted as waiting while it waits for a slot.
     """
     found = timing(
         [_node(0, "draft", 0, 2), _node(1, "draft", 0.5, 1.5), _node(2, "draft", 5, 8, queued=4)]
@@ -463,8 +465,8 @@ def test_the_command_prints_the_path_and_the_verdict(
 def test_a_large_run_shows_some_problems_and_links_to_all(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report of a large run lists problems without a correct answer first; each problem has a
-    line, and the totals cover all problems.
+    """The report of a large run lists problems without a correct answer first. Each problem has a
+    row, and the totals cover all problems.
     """
     monkeypatch.setattr("atts.analysis.reports.run_data.MOST", 5)
     built = build_report(run)
@@ -552,8 +554,8 @@ _STEPS = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(_STEPS, max_size=12))
 def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
-    """Steps packed into columns are unchanged after unpacking, including None, infinities, zeros,
-    slices and kinds.
+    """`StepLog` stores gate steps in columns. Reading them back returns equal steps, also in slices
+    and by kind, and with None, infinities and zeros.
     """
     log = StepLog()
     for step in steps:

@@ -59,11 +59,12 @@ class Planted:
 PLANTED = {
     # the score finds mistakes, and no cheaper arm is as accurate as the gate
     "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
-    # scores find no mistake, and a draft makes the target's own text cheaper
+    # scores find no mistake, and method `exact` writes the target's own text at a lower cost than
+    # the target alone
     "exact": Planted(SECRET, STRONG, BLIND),
     # the pair of the previous case at temperature 0, where the target alone is the cheapest
     "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
-    # two models of equal skill: target tokens cost more but give no accuracy
+    # two models of equal skill: the target's tokens cost more but add no accuracy
     "draft-only": Planted(STRONG, STRONG),
 }
 
@@ -116,7 +117,8 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     assert [arm.name for arm in report.unavailable] == ["exact"]
     cascade = report.row("cascade")
     assert cascade is not None
-    assert cascade.gain is not None  # needs the run in which a coin replaces the cascade's gate
+    # the gain needs a run in which a coin replaces the cascade's gate
+    assert cascade.gain is not None
     assert "Holm's method for" in text
     assert "Take the gate: --set method=atts" in text
     assert report.flags["method"] == "atts"
@@ -150,7 +152,7 @@ def test_a_pilot_of_one_problem_is_refused_before_a_model_is_asked(tmp_path: Pat
 
 
 def made(name: str, shares: Sequence[float], target: int, coin: str = "") -> PilotArm:
-    """Make an arm of invented problems with ten rollouts each."""
+    """Make the results of one method on invented problems with ten rollouts each."""
     correct = {
         str(place): [sample < round(10 * share) for sample in range(10)]
         for place, share in enumerate(shares)

@@ -24,8 +24,8 @@ def test_the_interval_covers_costs_with_long_tails_or_many_zeros(law: str, probl
 
 
 def test_the_interval_scales_with_the_unit_of_cost() -> None:
-    """If the second run's costs double, both ends double; the lower end is never negative and the
-    upper one may be infinite.
+    """If the costs of the second run double relative to the first, both ends of the interval
+    double. The lower end is never negative, and the upper end may be infinite.
     """
     draw = np.random.default_rng(1)
     for problems in (2, 3, 10, 50):
@@ -36,8 +36,8 @@ def test_the_interval_scales_with_the_unit_of_cost() -> None:
 
 
 def test_costs_that_vary_little_give_a_narrow_interval() -> None:
-    """For thirty problems with counts near 40 in one run and near 20 in the other, the interval of
-    the ratio is 0.1 wide.
+    """Thirty problems cost about 40 each in the first run and about 20 in the second. The interval
+    of the ratio lies between 0.4 and 0.6.
     """
     draw = np.random.default_rng(2)
     low, high = ratio_interval(

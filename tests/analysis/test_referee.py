@@ -136,7 +136,7 @@ def test_deepconf_offline_counts_only_confident_rollouts() -> None:
 
 def test_deepconf_online_drops_rollouts_below_the_threshold() -> None:
     """The first half of the rollouts sets a confidence threshold. Later rollouts below the
-    threshold have no vote, and agreement ends the problem.
+    threshold have no vote, and if the first votes agree, sampling stops.
     """
     labels = [0, 0, 1, 1, 0, 0]
     confident = {"c": [5.0, 5.0, 1.0, 1.0, 5.0, 5.0]}
@@ -202,7 +202,9 @@ def test_the_same_seed_gives_the_same_table() -> None:
 
 
 def test_fewer_rollouts_are_drawn_from_all() -> None:
-    """With `--samples` the rule gets random subsets of the rollouts instead of the first ones."""
+    """With `--samples` the rule is evaluated on random subsets of the recorded rollouts, not only
+    on the first ones.
+    """
     last = PlayedProblem("1", tuple(rollout(int(n > 3), n > 3) for n in range(8)))
     found = referee([last, last], RefereeOptions(samples=4, orders=400))
     assert found.most == 4
@@ -210,9 +212,9 @@ def test_fewer_rollouts_are_drawn_from_all() -> None:
 
 
 def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
-    """Even for a rule that never changes the vote of all rollouts, 779 problems are needed: the
-    smallest spread that allows a difference of 1 point. Rules that change more votes need more
-    problems.
+    """For a rule that never changes the vote of all rollouts, atts assumes a minimal variance. To
+    detect a loss of 1 percentage point then takes 779 problems, and more for rules that change more
+    votes.
     """
     (first, *rest) = referee(planted(60, 8), RefereeOptions(orders=20)).rows
     assert first.problems_for_a_point is None

@@ -92,8 +92,8 @@ def test_a_point_equals_a_separate_run(made: SweepReport, tmp_path: Path, name: 
 
 
 def test_the_gain_over_a_coin_is_paired_with_the_same_policy(made: SweepReport) -> None:
-    """Each run of the sweep is compared, in shares of correct rollouts, with a coin that has the
-    same policy and rate.
+    """Each run of the sweep is compared with a coin of the same policy and rate, problem by
+    problem, by the share of correct rollouts.
     """
     coins = {point.values["rate"]: point for point in made.references if "rate" in point.values}
     tests = [
@@ -290,8 +290,8 @@ def test_the_sweep_page_is_self_contained(made: SweepReport) -> None:
 
 
 def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
-    """The terminal shows a table and a chart, with letters for the runs and dashed lines for the
-    baselines.
+    """The terminal shows a table with a row per run, and a chart in which letters mark the curves
+    and dashed lines mark the baselines.
     """
     text = "\n".join(sweep_lines(made))
     assert all(

@@ -130,8 +130,8 @@ def test_opd_holds_the_recorded_tokens_and_log_probabilities(
 def test_opd_has_both_texts_of_a_rollout_that_was_written_again(
     restarted: Path, tmp_path: Path
 ) -> None:
-    """If the target wrote a rollout again, its record has the target's tokens; the draft's earlier
-    tokens are rejected tokens after the prompt, with the target's scores.
+    """If the target rewrote a rollout, the rollout's record has the target's tokens. The draft's
+    earlier tokens are in a record of rejected tokens, with the scores that the target gave them.
     """
     late = {
         (problem, rollout.sample): rollout
@@ -162,8 +162,8 @@ def test_opd_has_both_texts_of_a_rollout_that_was_written_again(
 
 
 def test_opd_includes_replaced_chunks(recorded: Path, tmp_path: Path) -> None:
-    """Replaced chunks were drawn by the draft and scored by the target, so a student can learn from
-    them.
+    """The export also contains replaced chunks: the draft sampled them and the target scored them,
+    so a student model can learn from them.
     """
     replaced = {
         (problem, rollout.sample, turn.index): turn
@@ -181,15 +181,17 @@ def test_opd_includes_replaced_chunks(recorded: Path, tmp_path: Path) -> None:
 
 
 def taught(run: Path, out: Path, teacher: str, top: int) -> list[dict[str, Any]]:
-    """Return the records of the `opd` export with a teacher's likeliest tokens."""
+    """Return the records of the `opd` export, in which a teacher model lists the `top` likeliest
+    tokens at each position.
+    """
     with open_teacher(teacher, top) as opened:
         export_run(open_run(run), out, ExportOptions("opd"), opened)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def test_a_teacher_lists_its_likeliest_tokens(recorded: Path, tmp_path: Path) -> None:
-    """A teacher's list of likely tokens begins with the likeliest at every position, and the drawn
-    token has its recorded log-probability.
+    """At every position the teacher lists its likeliest tokens in descending order; if the sampled
+    token is among them, it has its recorded log-probability.
     """
     records = taught(recorded, tmp_path / "opd.jsonl", "embedded:target", 30)
     listed = 0
@@ -245,7 +247,7 @@ class Stranger:
     tokenizer = "another"
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """Raise an error, because this teacher cannot read the ids."""
+        """Raise an error, because this teacher cannot read the token ids."""
         raise AssertionError("a teacher that cannot read the ids is not asked")
 
 

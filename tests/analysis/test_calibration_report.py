@@ -227,8 +227,8 @@ def test_scores_of_two_questions_are_reported_as_copies() -> None:
 
 
 def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
-    """If the scores do not name their questions, the report has no modes or charts per question,
-    and the effective sample size is an upper bound.
+    """If the scores do not name their questions, the report has no modes or charts per question.
+    The effective sample size is then an upper bound.
     """
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
     with pytest.raises(CalibrationInputError, match="do not name their questions"):

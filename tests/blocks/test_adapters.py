@@ -80,7 +80,7 @@ def merged(folder: Path, base: Path, adapter: Path, tune: Tune) -> Path:
 
 
 async def asked(folder: Path, **changes: Any) -> tuple[list[float], tuple[int, ...]]:
-    """Return the scores of some ids and the ids that a sampling request returns."""
+    """Return the model's log-probabilities of some tokens, and the token ids that it samples."""
     settings = {"worker": "thread", "device": "cpu", "kv_tokens": 1024, "threads": 1, **changes}
     async with accelerated(folder, **options_of(**settings)._asdict()) as engine:
         scores = await engine.score(ScoreRequest(IDS[:5], IDS[5:]))

@@ -61,8 +61,8 @@ SHARED = replace(OPTIONS, worker="thread")
 
 @pytest.fixture
 def family(make_zoo: MakeZoo) -> Zoo:
-    """Make a base, two adapters of it, and models tuned in the last layers, the middle and the
-    head.
+    """Make a base, two adapters of it, and models whose last layers, middle layers or head are
+    fine-tuned.
     """
     wide = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     tuned = {"end": ("layers.2.",), "middle": ("layers.1.mlp",), "head": ("lm_head", "model.norm")}
@@ -165,8 +165,8 @@ def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) 
 def test_a_batch_is_laid_out_once_while_its_members_stay(
     family: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of an unchanged batch replace only tokens, positions and slots; when a new model joins,
-    the batch is laid out again.
+    """The layout of a batch is computed once while the batch's requests stay the same; each step
+    only updates tokens, positions and slots. If a new model joins, the layout is computed again.
     """
     laid = list[int]()
     inner = ChainModel._prepared
@@ -192,7 +192,7 @@ def test_a_batch_is_laid_out_once_while_its_members_stay(
     )
     assert {n: found[n] for n in alone} == alone
     assert laid[:2] == [20, 4]
-    assert len(laid) <= 5  # the batch is laid out at most five times in about forty steps
+    assert len(laid) <= 5  # the layout is computed at most five times in about forty steps
 
 
 @pytest.mark.parametrize("most", [1, 7])
@@ -232,8 +232,8 @@ def test_shared_blocks_run_once_per_step(family: Zoo) -> None:
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
 
     def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
-        """Return the ranges of layers with one grouping of the models; ranges that were cut only to
-        keep states are joined.
+        """Return the ranges of layers and, for each range, which of the models run it together.
+        Neighbouring ranges with the same groups of models are joined.
         """
         found = list[tuple[int, int, tuple[tuple[int, ...], ...]]]()
         for start, stop, groups in model.spans(chains):
@@ -371,7 +371,9 @@ async def test_an_engine_of_a_zoo_passes_the_conformance_suite(
 async def test_engines_that_cannot_share_have_loops_of_their_own(
     family: Zoo, make_model: Make
 ) -> None:
-    """Engines with other options, shapes or kernels get a separate loop, and all of them work."""
+    """An engine whose options, shapes or kernel differ from those of the open loops gets its own
+    loop, and all engines work.
+    """
     family.add("wider", make_model("llama", intermediate_size=128))
     others = {"base": SHARED, "end": replace(SHARED, kv_tokens=999), "wider": SHARED}
     engines = [
@@ -404,7 +406,9 @@ async def test_a_zoo_target_with_a_drafter_gets_its_own_loop(family: Zoo, base: 
 
 @pytest.mark.anyio
 async def test_a_damaged_block_stops_only_models_that_use_it(family: Zoo) -> None:
-    """The engine that needs the damaged block names the block in its error; another engine works."""
+    """An engine whose model needs the damaged block names the block in its error; an engine without
+    the block works.
+    """
     digest = damaged(family, "end", "base")
     async with accelerated(family.folder("base"), options=SHARED) as engine:
         with pytest.raises(ZooError, match=digest):

@@ -48,7 +48,7 @@ def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 
 def loss_of(zoo: Zoo, nats: float, name: str = "tuned") -> Loss:
-    """Make a measurement of a replacement's loss, as if it had been measured."""
+    """Return an invented loss of replacing the feed-forward block, in the form of a measured one."""
     marks = zoo.model(name).marks[1]
     stands = {MLP: f"base/{MLP}"}
     return Loss(name, marks, stands, "toys", 30, 900, nats, 0.1, (0.5, 0.4), (-0.3, 0.1))
@@ -64,10 +64,10 @@ def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """The search for similar blocks compares blocks of all models by their parameters and leaves
-    out equal blocks.
+    """The search for similar blocks compares the parameters of all models' blocks and leaves out
+    identical blocks.
 
-    A number of blocks and a distance limit the list.
+    Callers can limit the number of blocks in the result and their distance.
     """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
@@ -87,7 +87,8 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
         float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5
     )
     wide = pair.likenesses("tuned", 2, 9.0)
-    # embedding and head equal those of the base, so only halves of layers are compared
+    # embedding and head are identical to those of the base, so only attention and feed-forward
+    # blocks are compared
     assert len(wide) == 2 * 6
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")
@@ -96,7 +97,9 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
 
 
 def _ends(zoo: Zoo) -> list[list[str]]:
-    """Return the digests of the tuned feed-forward block, and of the same block of the base."""
+    """Return the digest of the feed-forward block in the tuned model, and the digest of the same
+    block in the base.
+    """
     return [
         [b.digest for b in zoo.model(name).blocks if b.place == MLP] for name in ("tuned", "base")
     ]

@@ -84,8 +84,8 @@ def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
 
 
 def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
-    """The last token of a known prompt is computed again for its logits, so the token's new slot is
-    not shared with the old one.
+    """If a prompt is already cached, its last token is computed again for the logits. This token
+    gets a new slot, which is not shared.
     """
     loop = Loop(relatives, "base", "end")
     loop.answer(0, sample(OTHERS[:9]), 1)
@@ -99,10 +99,11 @@ def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
 
 
 def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> None:
-    """A slot that a running sequence has borrowed is not shared with a new model.
+    """If a running sequence borrows a slot from another model, that slot is not shared with a third
+    model.
 
-    The new model is added while that sequence's prompt is computed, and differs from the base in
-    the same layer.
+    The third model is added while the sequence's prompt is computed, and both borrowing models
+    differ from the base in the same layer.
     """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
     loop.answer(0, sample(OTHERS[:9]), 1)
@@ -118,8 +119,8 @@ def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> N
 
 
 def test_a_new_model_that_moves_the_kept_layer_drops_old_states(relatives: Zoo) -> None:
-    """If a new model changes the layer at which states are kept, the loop drops states of the old
-    layer.
+    """Hidden states are kept at one layer. If a new model changes which layer this is, the loop
+    drops the states of the old layer.
     """
     loop = Loop(relatives, "base", "end", "head", "forward")
     for number, (ids, chain) in enumerate(

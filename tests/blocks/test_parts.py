@@ -49,8 +49,8 @@ def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
 
 
 def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Path) -> None:
-    """The completed model has the blocks and the text of the whole folder, but the source and name
-    of the part.
+    """After completion from its base, the part has the same blocks and exports the same tensors as
+    the whole model. Only its source and name differ.
     """
     zoo = Zoo(tmp_path / "zoo")
     whole = tune("whole", "layers.2.mlp", "lm_head")
@@ -213,8 +213,8 @@ async def test_a_run_of_a_target_and_its_shallow_draft_shares_one_loop(tmp_path:
         )
         assert result.speculated is None
         lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
-        # the shared loop cuts prompts into other steps, so log-probabilities may differ in the last
-        # digit
+        # the shared loop divides prompts into steps differently, so log-probabilities may differ in
+        # the last digit
         words = [
             [[(c.author, c.text, c.draft_ids) for c in turn.chunks] for turn in line.turns]
             for line in lines

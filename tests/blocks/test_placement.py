@@ -34,10 +34,10 @@ SECONDS = st.floats(0, 10)
     )
 )
 def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> None:
-    """A request goes to the server that finishes it first, counting waiting, computing, moving keys
-    and values, and the next hop.
+    """A request goes to the server that finishes it first. The time includes waiting, computing,
+    moving keys and values, and sending the result to the next server.
 
-    In a tie, it goes to the server that owns the block.
+    In a tie, the request goes to the server that owns the block.
     """
     chosen = instances[dispatched(instances)]
 
@@ -68,8 +68,8 @@ def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, ser
 
 
 def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
-    """A busy block is placed on three servers with its successors next to it; an unrelated block is
-    placed on a less busy server.
+    """A busy block is placed on three servers, and the block that runs after it is placed on the
+    same servers. An unrelated block is placed on a less busy server.
     """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)
@@ -106,7 +106,9 @@ def test_shared_blocks_take_less_memory_and_time() -> None:
 
 
 def test_simulated_arrivals_keep_their_rate() -> None:
-    """Even and bursty arrivals keep the requested rate, and a popular tenant sends more requests."""
+    """Evenly spaced and bursty arrivals both have the requested rate, and a popular tenant sends
+    more requests than others.
+    """
     kinds: tuple[Arrivals, ...] = ("even", "bursts")
     for kind in kinds:
         requests = virtual_requests(4000, 10.0, kind, 1.0, 0)

@@ -92,7 +92,8 @@ class Loop:
 
 
 def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
-    """Make a dispatcher over replicas with these queues.
+    """Make a dispatcher over replicas; each number in `in_loop` is the number of requests that one
+    replica holds.
 
     Each replica has served ten requests of a hundred tokens in `seconds`.
     """
@@ -103,7 +104,7 @@ def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[Re
 
 
 def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
-    """Make the score request of a rollout with this number of tokens."""
+    """Make a score request with this number of tokens for a rollout."""
     return ScoreRequest(tuple(range(tokens - 4)), (1, 2, 3, 4), rollout)
 
 
@@ -133,17 +134,19 @@ def test_a_request_goes_where_it_costs_least() -> None:
 
 
 def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
-    """Return a dispatcher that knows the same caches but has other loads."""
+    """Return a dispatcher that knows which prompts replica 0 has cached, but whose replicas hold
+    other numbers of requests.
+    """
     found, _ = dispatch_of(*in_loop)
     found._cached.update({key: tokens for key, tokens in dispatch._cached.items() if key[0] == "0"})
     return found
 
 
 def test_siblings_go_where_their_prompt_is_cached() -> None:
-    """A new rollout of a problem goes to the replica with the problem's prompt, while the prompt is
-    most of its work.
+    """A new rollout goes to the replica that has cached its problem's prompt, as long as the prompt
+    is most of the rollout's work.
 
-    An unrelated rollout may use any replica.
+    A rollout of another problem may go to any replica.
     """
     dispatch, loads = dispatch_of(0, 1, 0)
     assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0

@@ -116,8 +116,8 @@ def test_models_that_share_ranges_keep_their_own_replies(
 def test_every_range_has_the_requested_number_of_workers(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """Each range has the requested number of workers whatever the load, although each placed range
-    leaves less room for the next.
+    """Each range of layers gets the requested number of workers whatever the load, although each
+    placed range leaves less memory for the next.
     """
     added = [AddModel(staged(family, name)) for name in NAMES[1:]]
     ask = SampleRequest((3, 4, 5), 2, Sampling(0.0))
@@ -168,8 +168,8 @@ def test_losing_a_worker_of_a_shared_range_loses_no_reply(
 def test_ranges_move_next_to_their_successors(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The placement function of the simulator gets the counted rows and moves ranges next to their
-    successors, and replies stay bit-identical.
+    """The loop counts the rows that each range computes. From these counts the placement function
+    of the simulator moves ranges next to their successors; replies stay bit-identical.
     """
     monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
@@ -189,8 +189,8 @@ def test_ranges_move_next_to_their_successors(
 def test_a_worker_that_dies_while_it_loads_is_replaced_once(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that dies before it has computed anything is replaced once, and the replacement only
-    loads the range.
+    """If a worker dies before its first computation, it is replaced once, and the replacement needs
+    only to load the range.
     """
     made = list[int]()
 
@@ -253,7 +253,7 @@ def test_losing_a_worker_while_a_damaged_model_loads_loses_no_reply(
 def test_a_reloaded_range_has_the_adapters_of_all_its_models(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """If the reload of a range failed, the range is loaded with the next model, and has the
+    """If a lost range cannot be reloaded, it is loaded when the next model joins, and then has the
     adapters of its earlier models too.
     """
     setups = [

@@ -51,8 +51,8 @@ def shallow(folder: Path, layers: int) -> Path:
 
 @pytest.fixture
 def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
-    """Make models that differ late: in the last layer, its adapter, the head, the depth, or
-    attention.
+    """Make models that differ from their base only in late parts. These are the last layer, its
+    adapter, the head, the number of layers, or an attention output.
     """
     tuned = {
         "end": ("layers.2.mlp",),
@@ -152,7 +152,9 @@ def said(reply: Reply) -> tuple[object, ...]:
 
 
 def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
-    """Return the kind and the tokens of the text from the root of the tree to a node."""
+    """Return the tokens on the path from the root of the prefix tree to a node. A negative first
+    number encodes the kind of text and the model.
+    """
     found: tuple[int, ...] = ()
     while node is not None:
         found = node.ids + found
@@ -161,8 +163,8 @@ def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
 
 
 def check_ledger(loop: StepLoop) -> int:
-    """Check that every holder of a slot is counted and that equal values share a slot; return the
-    number of shared slots.
+    """Check that the ledger counts every use of a slot, and that identical keys and values share a
+    slot. Return the number of slots with several uses.
     """
     scheduler = loop._scheduler
     model = loop._model

@@ -168,9 +168,9 @@ def test_removing_a_model_deletes_only_unshared_blocks(
 
 
 def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
-    """Yield parts of the tree of models and the parts below them.
+    """Yield each part of a tree of shared blocks, followed by the parts below it.
 
-    Each lower part is shared by fewer models than the part above.
+    A part below is shared by fewer models than the part above it.
     """
     for part in parts:
         assert all(set(lower.models) < set(part.models) for lower in part.below)

@@ -14,7 +14,9 @@ from atts.calibration.drift import DriftMonitor
 def whole_questions(
     stored: StoredScores, seed: int, count: int = 300
 ) -> Iterator[tuple[float, str]]:
-    """Sample whole questions with replacement and return their scores: a stream without drift."""
+    """Sample whole questions with replacement and yield their scores, so that the stream has no
+    drift.
+    """
     questions = np.array(stored.nonconformity).reshape(len(set(stored.questions)), -1)
     size = questions.shape[1]
     draw = np.random.default_rng(seed)
@@ -26,8 +28,8 @@ def whole_questions(
 
 
 def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    """Return after how many scores of `source` a monitor of `stored` raises an alarm. Return None
-    if the stream ends without one.
+    """Return the number of scores of `source` after which a drift monitor with the stored scores
+    raises an alarm. Return None if no alarm is raised.
     """
     monitor = DriftMonitor(stored)
     for nonconformity, question in whole_questions(source, seed):

@@ -89,16 +89,16 @@ def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], del
     ("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)]
 )
 def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int) -> None:
-    """The stated number of problems without a loss gives a certificate, and one problem fewer does
-    not.
+    """If n problems are the fewest that suffice, n problems without a loss give a certificate, and
+    n - 1 do not.
     """
     assert fewest_problems(epsilon, delta) == n
     assert binomial_p_value([0] * n, epsilon) <= delta < binomial_p_value([0] * (n - 1), epsilon)
 
 
 def test_problems_needed_grow_as_the_loss_nears_epsilon() -> None:
-    """The stated number of problems gives a certificate and half of it does not; for a loss at or
-    above epsilon no number of problems does.
+    """The number of problems from `problems_needed` gives a certificate, and half of it does not.
+    If the loss is at least epsilon, no number of problems suffices.
     """
     sizes = [problems_needed(risk, 0.05, 0.1) for risk in (0.0, 0.02, 0.04)]
     assert sizes[0] == 45
@@ -171,8 +171,8 @@ def test_the_certified_policy_is_nearly_the_cheapest_safe_one() -> None:
 
 
 def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
-    """A cheap policy that comes after a failing one is not certified although it looks safe,
-    because the data may not choose the order.
+    """A cheap policy after a failed one in the fixed order is not certified although it looks safe,
+    because results must not change the order.
     """
     candidates = [
         Candidate("g", 1.0, [0] * 100, 10), Candidate("g", 0.5, [1, 0] * 50, 5), Candidate("g", 0.1, [0] * 100, 1)
@@ -279,8 +279,9 @@ def test_the_net_p_value_is_super_uniform_by_enumeration(
 def noisy(
     rate: float, draw: np.random.Generator, problems: int = 2000
 ) -> tuple[list[bool], list[bool]]:
-    """Draw votes of a target and of a policy that is better by `rate`; each errs independently on
-    one problem in twelve.
+    """Sample whether the votes of a target and of a policy are correct. The two err independently,
+    on one problem in twelve; then a share `rate` of the policy's votes is corrected, or made wrong
+    if `rate` is negative.
     """
     known = draw.random(problems) < 0.75
     target, policy = (np.where(draw.random(problems) < 1 / 12, ~known, known) for _ in range(2))
@@ -309,8 +310,8 @@ def test_only_the_net_certificate_calls_two_equal_runs_alike() -> None:
 
 
 def test_a_policy_like_the_embedded_default_is_certified_at_two_points() -> None:
-    """If 0.74 % of 2,000 problems are lost and 0.62 % won, a loss of 0.02 is certified; a net loss
-    of 2.4 % is not.
+    """Of 2,000 problems, a policy loses 0.74 % and wins 0.62 %: a loss of at most 0.02 is
+    certified. A policy with a net loss of 2.4 % is not certified.
     """
     losses = [1.0] * 15 + [-1.0] * 12 + [0.0] * 1973
     found = certify_net([Candidate("aci", 0.19, losses, 143.6)], 0.02)
@@ -364,7 +365,7 @@ def test_a_policy_without_losses_is_asked_for_more_problems() -> None:
 
 
 def labelled(n: int, seed: int, slope: float) -> tuple[list[float], list[bool]]:
-    """Draw each problem's confidence, a multiple of 1/8, and whether its answer is wrong. More
+    """Sample each problem's confidence, a multiple of 1/8, and whether its answer is wrong. More
     confident answers are wrong less often.
     """
     draw = np.random.default_rng([seed, n])
@@ -394,8 +395,8 @@ def test_abstention_keeps_its_risk_with_the_promised_probability(slope: float) -
 
 
 def test_thresholds_of_abstention_computed_by_hand() -> None:
-    """Twenty-nine unanimous and correct problems suffice for a risk of a tenth; less certain
-    problems are answered too, while few of their answers are wrong.
+    """The threshold excludes less confident problems if their answers are wrong, and is 0 if all
+    answers are correct. If the votes of no problem agree enough, atts certifies no threshold.
     """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)

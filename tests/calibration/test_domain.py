@@ -25,13 +25,13 @@ from atts.testing import toy_problems
 
 
 def question(random: Random, shift: float = 0.0) -> list[float]:
-    """Draw the scores of one question: a level for the question, and its chunks around this level."""
+    """Sample the scores of one question: first the question's level, then chunks around this level."""
     level = random.expovariate(1.0) + shift
     return [math.exp(random.expovariate(1.0) * level) for _ in range(random.randint(3, 9))]
 
 
 def stored(random: Random, questions: int) -> StoredScores:
-    """Draw the stored scores of this number of questions."""
+    """Sample the stored scores of this number of questions."""
     rows = [(score, f"{name}") for name in range(questions) for score in question(random)]
     return StoredScores(
         tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows)
@@ -39,9 +39,9 @@ def stored(random: Random, questions: int) -> StoredScores:
 
 
 def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
-    """For questions like the stored ones, at most one in twenty raises a warning at every level.
+    """At most one in twenty questions like the stored ones raises a warning.
 
-    The test draws 1,000 questions and allows a binomial tolerance.
+    The test samples 1,000 questions and allows a binomial tolerance.
     """
     random = Random(0)
     doubted = 0

@@ -60,8 +60,8 @@ def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: Arr
 def test_scores_of_another_model_are_noticed_in_most_runs(
     part: str, least: int, array_of: ArrayOf
 ) -> None:
-    """Scores of other models and benchmarks raise an alarm in most runs; the last three arrays
-    differ by only one standard deviation.
+    """In most runs, scores of another model or benchmark raise an alarm. In the last three of the
+    five arrays, the scores differ from the stored ones by only one standard deviation.
     """
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(12))
     assert hits >= least
@@ -73,8 +73,10 @@ def test_scores_of_another_model_are_noticed_in_most_runs(
 def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
-    """An alarm is raised although only 80 of the 300 live scores are of the same turn as the stored
-    ones. The calibration array of the run itself raises no alarm.
+    """Stored scores of another run raise an alarm within 300 live scores, although only 80 of these
+    are of the same turn as the stored scores.
+
+    Stored scores from the run's own calibration raise no alarm.
     """
     for records in arrivals.values():
         monitor = DriftMonitor(array_of(part) if part else array_of())
@@ -84,8 +86,8 @@ def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
 
 
 def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
-    """Uniform p-values reach an alarm at level 1/20 in at most 5 % of runs, and a change is noticed
-    in about 50 steps.
+    """If p-values are uniform, at most 5 % of runs raise an alarm at level 1/20. If p-values
+    change, an alarm is raised after about 50 steps.
     """
     draw = np.random.default_rng(0)
     alarms = 0
@@ -167,8 +169,8 @@ def test_questions_with_few_samples_are_compared_fairly(array_of: ArrayOf) -> No
 
 
 def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bool]:
-    """Let the calibrator decide on chunks, sixteen per question, with scores slightly above
-    `level`. Return which chunks escalate.
+    """Let the calibrator decide on chunks, sixteen per question, whose scores lie slightly above
+    `level`. Return whether each chunk was escalated.
     """
     draw = random.Random(0)
     done = list[bool]()
@@ -180,7 +182,7 @@ def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bo
 
 
 def stored_around(level: float) -> StoredScores:
-    """Draw sixty questions of sixteen scores around a level."""
+    """Sample sixty questions of sixteen scores, slightly above a level."""
     draw = random.Random(9)
     return StoredScores.of(
         [level + draw.random() / 4 + 0.02 * (k // 16 % 7) for k in range(960)], 16
@@ -213,7 +215,7 @@ def test_the_escalate_policy_lasts_until_resume() -> None:
 
 
 def test_the_widen_policy_ends_after_500_decisions() -> None:
-    """For 500 decisions after an alarm, the policy `widen` raises the escalation rate by half. Then
+    """After an alarm, the policy `widen` raises the escalation rate by half for 500 decisions. Then
     the old rate returns.
     """
     wide = Calibrator(0.4, "split", stored=stored_around(1.4), drift="widen")
@@ -229,8 +231,8 @@ def test_the_widen_policy_ends_after_500_decisions() -> None:
 
 
 def test_split_mode_learns_live_scores_after_an_alarm() -> None:
-    """In mode `split` the threshold stays fixed without an alarm; after an alarm it depends on live
-    scores.
+    """In mode `split` the threshold comes from the stored scores and stays fixed. After a drift
+    alarm, the threshold also depends on live scores.
     """
     calibrator = Calibrator(0.4, "split", stored=stored_around(4.0))
     assert sum(run(calibrator)[200:]) == pytest.approx(80, abs=25)
@@ -255,8 +257,8 @@ def law(
     scale: float = 1.0,
     noise: float = 0.5,
 ) -> Floats:
-    """Draw questions of six scores around a level each; as with perplexities, a higher level has a
-    wider spread.
+    """Sample a level for each question and six scores around it. As with perplexities, a higher
+    level has a wider spread.
     """
     level = scale * draw.gamma(2.0, size=count) + shift
     return level[:, None] + noise * np.sqrt(level - shift + 0.1)[:, None] * draw.standard_normal(
@@ -265,7 +267,7 @@ def law(
 
 
 def sample(rows: Floats) -> QuestionSample:
-    """Make stored scores of these questions."""
+    """Put these questions into the form of stored scores."""
     names = tuple(f"q{at // SIZE}" for at in range(rows.size))
     scores = tuple(float(score) for score in np.exp(rows.clip(0)).ravel())
     return QuestionSample.of(StoredScores(scores, names, (0,) * rows.size), 0)
@@ -277,7 +279,7 @@ def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> T
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
-    """If live questions are drawn from the stored questions, a tenth of the runs have p <= 0.1,
+    """If live questions are sampled from the stored questions, a tenth of the runs have p <= 0.1,
     within four binomial deviations.
     """
     draw = np.random.default_rng(0)
@@ -290,10 +292,10 @@ def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
 
 
 def test_draws_of_one_distribution_are_rarely_called_different() -> None:
-    """If stored and live questions are samples of one distribution, the permutation test keeps its
-    level.
+    """If stored and live questions come from one distribution, the permutation test keeps its
+    level: p <= 0.1 in about a tenth of the runs.
 
-    The first test need not keep it.
+    The first test, which samples from the stored questions, need not keep its level.
     """
     draw = np.random.default_rng(1)
     found = [looked(law(draw, 12), law(draw, 8)).exchangeable <= 0.1 for _ in range(150)]
@@ -304,7 +306,9 @@ def test_draws_of_one_distribution_are_rarely_called_different() -> None:
     "change", [{"shift": 3.5}, {"scale": 4.0}, {"scale": 0.15}, {"noise": 2.5}, {"noise": 0.1}]
 )
 def test_a_change_of_level_width_or_spread_is_noticed(change: dict[str, float]) -> None:
-    """A change of level, of width or of spread is noticed after twenty questions."""
+    """After twenty questions, the test notices a change of the level, of the spread between
+    questions, or of the spread within questions.
+    """
     draw = np.random.default_rng(2)
     found = looked(law(draw, 60, shift=1.0), law(draw, 20, **{"shift": 1.0, **change}))
     assert found.drawn <= 0.002
@@ -313,8 +317,8 @@ def test_a_change_of_level_width_or_spread_is_noticed(change: dict[str, float]) 
 
 
 def test_the_p_value_does_not_depend_on_the_order_of_questions() -> None:
-    """The p-value is the same with the questions in reverse order, and when computed twice with one
-    seed.
+    """The p-value is the same if the questions are in reverse order, or if it is computed again
+    with the same seed.
     """
     draw = np.random.default_rng(3)
     stored = law(draw, 20)
@@ -333,8 +337,8 @@ def test_the_permutation_test_is_skipped_after_a_clean_first_test() -> None:
 
 
 def test_questions_are_compared_at_the_depth_that_uses_most_scores() -> None:
-    """Questions are compared at the depth that uses most scores: forty questions of one score
-    outweigh three full ones, and twelve full ones outweigh a question of one score.
+    """The depth is the number of scores compared per question; atts chooses the depth that uses
+    most scores. For example, forty questions with one score outweigh three questions with six.
     """
     stored = sample(law(np.random.default_rng(5), 50, noise=1.0))
     assert stored.depth([[1.0] * SIZE] * 3 + [[1.0]] * 40) == 1
@@ -342,8 +346,8 @@ def test_questions_are_compared_at_the_depth_that_uses_most_scores() -> None:
 
 
 def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, float]:
-    """Return the mean mixture ratio over runs of two correlated columns, before and after `moved`
-    was added.
+    """Return the mean log mixture ratio of live questions sampled from the stored ones, and that of
+    the same questions shifted by `moved`. Each question is a row of two correlated columns.
     """
     draw = np.random.default_rng(6)
     stored = draw.multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]], size=100)
@@ -355,19 +359,22 @@ def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, floa
 
 
 def test_the_mixture_ratio_is_low_without_change_and_high_with_it() -> None:
-    """The mean log ratio is negative if the columns did not change, and above 1.5 if they moved."""
+    """The mean log ratio is negative if the two columns did not change, and above 1.5 if both were
+    shifted.
+    """
     clean, together = ratios(np.array([0.8, 0.8]))
     _, apart = ratios(np.array([0.8, -0.8]))
     assert clean < 0
     assert together > 1.5
-    # a move against the correlation of the columns counts as a larger change than a move along it
+    # a shift against the correlation of the two columns counts as a larger change than a shift
+    # along it
     assert apart > together
     assert ratios(np.array([0.0, 0.0]))[1] == clean
 
 
 def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
-    """The mixture accepts single scores, which have no spread, and equal scores, which have no
-    width; a shift is still noticed.
+    """The mixture accepts questions with a single score, which have no spread, and columns in which
+    all values are equal. A shift is still noticed.
     """
     one = np.arange(20.0)[:, None] / 6
     same = np.zeros((20, 2))
@@ -382,8 +389,8 @@ def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_small_joint_shift_is_noticed_in_most_runs(direction: int) -> None:
-    """Eighteen questions are enough to notice a joint shift of level and spread by half a
-    deviation, which neither column shows alone.
+    """Eighteen questions are enough to notice a small shift of level and spread together, which
+    neither of the two shows alone.
     """
     draw = np.random.default_rng(7)
     stored = law(draw, 80, shift=1.0)
@@ -396,7 +403,9 @@ def test_a_small_joint_shift_is_noticed_in_most_runs(direction: int) -> None:
 
 
 def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
-    """Draw questions whose sixteen siblings choose among few texts, each with its own score."""
+    """Sample scores of questions with sixteen rollouts each. The rollouts of a question choose
+    among few texts, and each text has one score.
+    """
     draw = np.random.default_rng(seed)
     levels = draw.gamma(2.0, 0.2, questions)
     menu = np.exp(levels[:, None] * draw.gamma(4.0, 0.25, (questions, texts)) + 1e-3)
@@ -405,8 +414,8 @@ def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
 
 
 def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftMonitor:
-    """Return a monitor of the stored scores after it has observed the first `most` live scores,
-    under other question names.
+    """Return a drift monitor with the stored scores after it has observed the first `most` live
+    scores, whose questions have other names.
     """
     monitor = DriftMonitor(stored)
     for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[
@@ -417,7 +426,7 @@ def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftM
 
 
 def whole(stored: StoredScores, seed: int) -> StoredScores:
-    """Draw whole questions of the same array with replacement."""
+    """Sample whole questions of the same array with replacement."""
     rows = np.array(stored.scores).reshape(-1, 16)
     return StoredScores.of(
         rows[np.random.default_rng(seed).integers(len(rows), size=20)].ravel().tolist(), 16
@@ -425,7 +434,7 @@ def whole(stored: StoredScores, seed: int) -> StoredScores:
 
 
 def copies(stored: StoredScores, every: int) -> StoredScores:
-    """Replace one score in `every` by a copy of the previous score."""
+    """In each group of `every` scores, replace the last score by a copy of the score before it."""
     scores = stored.scores
     return StoredScores.of(
         [scores[at - (at % every == every - 1)] for at in range(len(scores))], 16

@@ -29,7 +29,9 @@ POLICY = Policy(samples=4, early_stop="none")
 
 
 def examples(skill: float, problems: int = 60, seed: int = 0) -> Examples:
-    """Draw three features, one of which predicts the gain of a takeover with correlation `skill`."""
+    """Sample three features per chunk; the first is correlated with the gain of a takeover, with
+    correlation `skill`.
+    """
     random = np.random.default_rng(seed)
     count = 8 * problems
     truth = random.random(count) < 0.3  # a takeover gains 1 at these chunks, and 0 at others
@@ -112,8 +114,8 @@ def shares(result: RunResult) -> list[float]:
 
 
 def test_a_judge_of_a_trial_beats_a_coin_on_other_problems(judge_file: Path) -> None:
-    """The toy target recognises the draft's mistakes, and the judge learns which features show
-    them.
+    """A judge learns from a trial which features show the draft's mistakes. On other problems it
+    escalates chunks with a higher gain than a coin does.
     """
     judge = AdvantageJudge.from_state(read_state(judge_file))
     assert judge.names == JUDGE_FEATURES
@@ -148,8 +150,8 @@ def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
 
 
 def test_a_run_whose_score_chose_is_no_trial(tmp_path: Path) -> None:
-    """If a score chose the chunks to escalate, no judge is fitted, because the chosen chunks differ
-    from others in more than the takeover.
+    """If chunks were escalated because of their scores, atts fits no judge to the run, because
+    these chunks differ from others in more than the takeover.
     """
     setup = Setup("scripted", "scripted", policy=POLICY)
     evaluate_sync(toy_problems(2, 5), setup, directory=tmp_path / "run")

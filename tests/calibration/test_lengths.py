@@ -20,8 +20,8 @@ Records = list[dict[str, Any]]
 
 
 def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
-    """Draw lengths and scores with a correlation of 0.54 in logarithms, as on a real pair; a limit
-    cuts some of the lengths.
+    """Sample lengths and scores whose logarithms have a correlation of 0.54, as measured on a real
+    pair of models. A limit cuts some of the lengths.
     """
     found: list[tuple[float, float]] = []
     for _ in range(number):
@@ -39,8 +39,8 @@ def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
 def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
     """Simulate the first chunks of a run; a chunk begins when another one ends.
 
-    A chunk's duration is its own length or, without `lasts_with_length`, the length of another
-    chunk.
+    A chunk lasts as long as its length or, without `lasts_with_length`, as long as the length of a
+    random other chunk.
     """
     draw = random.Random(seed)
     made = chunks(number, draw)
@@ -124,8 +124,8 @@ def stored() -> StoredScores:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_restored_calibrator_continues_equally_in_every_mode(mode: Mode) -> None:
-    """In every mode a calibrator continues after JSON even with scores that wait for their issue
-    number, and its guarantee names the ranking by length.
+    """In every mode a calibrator saved as JSON and restored continues exactly, even while scores
+    wait for an earlier issue number. Its guarantee states that chunks are ranked by length.
     """
     run = arrivals(240, 64, 1)
     random.Random(2).shuffle(run)
@@ -187,8 +187,8 @@ def test_stored_scores_without_lengths_are_refused() -> None:
 
 
 def test_equal_lengths_stay_one_stratum_and_infinite_scores_rank_worst() -> None:
-    """Chunks that were cut at the limit have equal lengths and are ranked among each other;
-    infinite scores rank worst.
+    """Chunks that were cut at the length limit have equal lengths, and are ranked only among each
+    other. Infinite scores rank worst.
     """
     strata = LengthStrata()
     for place in range(500):

@@ -186,8 +186,8 @@ def test_aci_bound_is_nearly_reached() -> None:
 def test_question_modes_bound_every_question(
     mode: Mode, stream: list[tuple[float, int]], rate: float
 ) -> None:
-    """In modes by question, a question's count stays within its limit and within 1 of rate * n, for
-    any scores and any n.
+    """In modes by question, the number of escalations among the n decisions of a question stays
+    near rate * n. The difference is at most 1 plus the mode's limit, for any scores.
     """
     calibrator = Calibrator(rate, mode)
     sums = defaultdict[int, list[bool]](list)
@@ -240,8 +240,8 @@ def test_a_new_question_is_ranked_among_all_questions() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_infinite_scores_rank_worst_and_do_no_harm(mode: Mode) -> None:
-    """An infinite perplexity ranks above all others, and later decisions work after a hundred of
-    them.
+    """A chunk of infinite perplexity ranks worse than all others. After a hundred such chunks,
+    later decisions are still correct.
     """
     calibrator = fresh(mode)
     draw = random.Random(0)

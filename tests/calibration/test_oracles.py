@@ -24,8 +24,8 @@ def oracle(name: str) -> Any:
 
 
 def test_plain_p_values_equal_crepes() -> None:
-    """The p-values of new scores equal those of crepes, in which worse scores have p-values near
-    0.
+    """The p-values of new scores equal those of the library crepes, after the sign of the scores is
+    changed.
     """
     base = oracle("crepes.base")
     draw = np.random.default_rng(1)

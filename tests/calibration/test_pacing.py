@@ -83,8 +83,8 @@ def error(records: Records, rate: float, samples: int, seed: int) -> float:
 def test_a_small_run_of_known_size_ends_at_its_rate(
     problems: int, samples: int, bar: float, order: str
 ) -> None:
-    """The root mean square error over runs of known size at two rates is within the limit; the
-    error of runs of unknown size exceeds it.
+    """If the number of problems is known, the realised rate's root mean square error, over runs at
+    two nominal rates, is within a limit. If not, the error exceeds this limit.
     """
     runs = [arrivals(problems, samples, order, seed) for seed in range(2)]
     unknown = [[{**record, "left": None} for record in run] for run in runs]
@@ -183,8 +183,8 @@ def early(left: float | None, stored: int) -> float:
 
 
 def test_a_run_of_known_size_escalates_little_at_first() -> None:
-    """Ranks among a handful of scores are unreliable, so escalations are saved for later unless
-    there are stored scores.
+    """Ranks among the first few scores are unreliable. A run without stored scores therefore
+    escalates less at first and makes up for it later.
     """
     assert early(left=0.99, stored=0) < 0.15
     assert early(left=0.99, stored=40) == pytest.approx(0.5, abs=0.1)
@@ -194,11 +194,11 @@ def test_a_run_of_known_size_escalates_little_at_first() -> None:
 def run_of_coins(
     rate: float, rollouts: int, together: int, seed: int, mode_known: bool
 ) -> tuple[int, int, str]:
-    """Decide on exchangeable scores while rollouts end at random. Return the counts of escalations
-    and decisions, and the guarantee.
+    """Decide on exchangeable scores while rollouts end at random. Return the number of escalations,
+    the number of decisions and the guarantee.
 
-    Near the end, `together` rollouts may end at once. For a run of known size, the guarantee is the
-    one stated half-way.
+    The last `together` rollouts may end at once. For a run of known size, the guarantee is read
+    when half of the rollouts remain.
     """
     draw = random.Random(seed)
     calibrator = Calibrator(rate, "aci", seed=seed)
@@ -214,7 +214,9 @@ def run_of_coins(
 
 
 def likely(promise: str) -> float:
-    """Return the distance from the nominal rate that the guarantee allows with probability 0.95."""
+    """Read from the guarantee's text the distance from the nominal rate that is not exceeded with
+    probability 0.95.
+    """
     found = re.search(r"[Ww]ith probability 0.95 .*? is within ([0-9.]+) of ", promise)
     assert found is not None, promise
     return float(found[1])

@@ -132,7 +132,9 @@ def test_a_fading_memory_has_geometric_weights(
 
 @pytest.mark.parametrize("memory", [Window(), Window(5), Fading(0.8)])
 def test_memories_are_rebuilt_from_their_scores(memory: ScoreHistory) -> None:
-    """Adding a memory's scores to an empty one of the same kind gives the same ranks."""
+    """If the scores of a memory are added to an empty memory of the same kind, both give the same
+    ranks.
+    """
     draw = random.Random(0)
     for _ in range(300):
         memory.add(draw.choice([draw.random(), 0.5]))
@@ -176,8 +178,8 @@ def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
 
 
 def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> None:
-    """The first few scores of turn 1, which are far higher, are also ranked among the scores of
-    turn 0.
+    """While turn 1 has few scores, its new scores are ranked among those of all turns; later they
+    are ranked only among those of turn 1.
     """
     by_turn = ByTurn()
     everything = Pooled()
@@ -213,8 +215,8 @@ def test_siblings_count_for_their_question_alone() -> None:
 
 
 def test_a_question_with_wide_scores_ranks_its_outliers_lower() -> None:
-    """With a prior, a question's own spread counts in addition to the spread of all questions;
-    ranks in other questions are unchanged.
+    """With a prior, ranks in a question depend on the question's own spread as well as on the
+    spread of all questions. Ranks in other questions do not change.
     """
 
     def pool(prior: float) -> Residuals:

@@ -12,8 +12,8 @@ from atts.errors import CalibrationInputError
 def runs(
     draw: np.random.Generator, questions: int, rate: float, alike: float
 ) -> list[tuple[int, int]]:
-    """Draw twenty decisions per question at the question's own rate; a larger `alike` brings the
-    questions' rates closer to `rate`.
+    """Sample twenty decisions per question at a rate specific to the question. The larger `alike`
+    is, the closer these rates are to `rate`.
     """
     own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
     return [(20, int(escalated)) for escalated in draw.binomial(20, own)]

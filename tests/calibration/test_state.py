@@ -22,7 +22,7 @@ STORED = StoredScores.of(
 
 
 def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
-    """Draw scores with ties and infinities over a few questions and turns."""
+    """Sample scores with ties and infinities over a few questions and turns."""
     draw = random.Random(seed)
     return [
         (
@@ -35,7 +35,7 @@ def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
 
 
 def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int = 0) -> list[Any]:
-    """Decide on a part of a stream whose issue numbers are slightly out of order."""
+    """Decide on a part of a stream, with issue numbers that are slightly out of order."""
     decisions = list[Any]()
     for place, (score, question, turn) in enumerate(part, first):
         decision = calibrator.decide(score, question, turn, place, place ^ 1)
@@ -291,8 +291,8 @@ def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) ->
 
 
 def test_merged_levels_add_up_as_distances_from_the_rate() -> None:
-    """If both shards escalated too little, the merged calibrator makes up for both deficits;
-    opposite errors cancel.
+    """If both shards escalated too little, the merged calibrator makes up for the sum of both
+    deficits. A surplus in one shard and a deficit in the other cancel.
     """
 
     def level(deficits: list[bool]) -> tuple[Adaptive, float]:

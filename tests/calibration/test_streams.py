@@ -68,8 +68,8 @@ def test_question_names_and_sample_numbers_are_free(
 
 
 def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> None:
-    """A replay with the same seed repeats all decisions; another seed changes only the few
-    decisions that a coin makes.
+    """A replay with the same seed repeats all decisions. Another seed changes only the few
+    decisions that a random tie-breaker makes.
     """
     records = arrivals["sim"][:1500]
     first, again, other = (
@@ -98,8 +98,8 @@ def test_adaptive_modes_recover_from_wrong_stored_scores(
     arrivals: dict[str, Records],
     array_of: Callable[..., StoredScores],
 ) -> None:
-    """The rate ends within 0.01 of the nominal one, whether the drift alarm acts or only reports,
-    except for the slow `aci`.
+    """If a replay starts with wrong stored scores, its rate still ends within 0.01 of the nominal
+    one. The distance is up to 0.02 in mode `aci` if drift is only reported.
     """
     good = array_of().scores
     scores = {

@@ -29,7 +29,9 @@ LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_toke
 
 
 def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
-    """Return the four lengths of a configuration."""
+    """Return the four lengths of a configuration: tokens of a rollout, turns, and tokens of a draft
+    chunk and of a target chunk.
+    """
     found = configure(engines, pairs, environment={}, folder=folder)
     assert list(found.setup().run_policy.bounds()[:4]) == [found[name] for name in LENGTHS]
     return [found[name] for name in LENGTHS]
@@ -51,8 +53,8 @@ def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
 def test_lengths_follow_the_models(
     draft: str, target: str, tokens: int, chunk: int, tmp_path: Path
 ) -> None:
-    """A reasoning model gets thousands of tokens and long chunks; so does a model whose name does
-    not show whether it reasons.
+    """A reasoning model gets a limit of thousands of tokens and long chunks. So does a model if its
+    name does not show whether it reasons.
     """
     found = lengths({"draft": draft, "target": target}, folder=tmp_path)
     assert (found[0], found[2], found[3]) == (tokens, chunk, chunk)
@@ -68,7 +70,9 @@ def test_lengths_follow_the_models(
 
 @pytest.mark.parametrize("engines", [{}, R1])
 def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) -> None:
-    """The number of turns is large enough for all tokens, unless the user sets it."""
+    """If the user does not set the number of turns, atts chooses a number large enough for the
+    token limit.
+    """
     found = [
         lengths(engines, f"max_tokens={n}", folder=tmp_path)[1]
         for n in (512, 8_000, 16_000, 64_000)
@@ -148,8 +152,8 @@ def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> Non
 
 
 def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Terminal, JSON summary, report and `solve` use the same sentence, and report cut rollouts
-    once.
+    """Every output reports truncated rollouts once and in the same sentence: the terminal, the JSON
+    summary, the report and `solve`.
     """
     run = (
         "eval",
@@ -199,7 +203,9 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
 
 
 def test_flags_evaluate_a_users_file(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Flags name the columns, replace a benchmark by a file, and allow problems without reference."""
+    """Flags name the columns of a user's file, use the file in place of a benchmark, and allow
+    problems without a reference answer.
+    """
     Path("mine.csv").write_text(
         "Q,A\nStart at 4. +3. What is the result?,7\nStart at 1. +1. What is the result?,\n"
     )
@@ -385,7 +391,7 @@ def test_a_dry_run_of_one_model_names_no_other(atts: Any) -> None:
 
 
 def test_flags_of_an_unused_model_are_still_checked(atts: Any) -> None:
-    """A misspelt flag is refused whether or not the method uses the model."""
+    """A misspelt engine in a flag is refused even if the method does not use that model."""
     run = ("eval", "arithmetic[:1]", "--method", "target-only", "--target", "scripted", "--dry-run")
     assert atts(*run, "--draft", "vlm:http://a/m").code == 2
 
@@ -403,8 +409,8 @@ TEMPLATES = {
 def test_a_chat_template_shows_whether_a_model_reasons(
     template: str, place: str, tmp_path: Path
 ) -> None:
-    """A folder's name does not show whether its model reasons, so atts reads the template; chunks
-    of other models end at blank lines.
+    """A folder's name does not show whether its model reasons, so atts reads the chat template. If
+    the model does not reason, chunks end at blank lines.
     """
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 32_768}))
     text = template if place.endswith("jinja") else json.dumps({"chat_template": template})
@@ -454,8 +460,8 @@ def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str
 async def test_a_target_that_ends_rollouts_stays_within_the_limit(
     escalates: str, tmp_path: Path
 ) -> None:
-    """If the target ends rollouts, it writes more than a chunk at once, so the dry run counts the
-    tokens of whole rollouts.
+    """If the target finishes each escalated rollout, it writes more than a chunk at once. The dry
+    run's upper bound therefore counts whole rollouts.
     """
     pairs = ("turns=3", "chunking.draft_tokens=12", "chunking.target_tokens=12", "rate=0.9")
     engines = {"draft": "scripted", "target": "scripted", "dataset": "arithmetic[:6]"}

@@ -183,8 +183,8 @@ def test_the_python_verb_refuses_to_combine_a_run_into_itself(tmp_path: Path) ->
 
 
 def peak_of_combining(folder: Path, problems: int) -> tuple[int, int]:
-    """Return the peak memory in bytes that Python used while a run was combined, and the run's
-    size.
+    """Return the peak memory in bytes that Python used to combine a run, and the size of the run in
+    bytes.
     """
     rows = [
         json.dumps({"question": f"1 + {number}?", "text": "x" * 40_000, "predicted_answer": "1"})

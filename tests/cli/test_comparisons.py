@@ -30,8 +30,8 @@ def results(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def test_accuracy_costs_and_problems_needed_by_hand(tmp_path: Path) -> None:
-    """Four of ten problems are gained and one is lost, with half of the target's tokens on each;
-    the printed values equal values computed by hand.
+    """The second run solves four of ten problems that the first run does not, loses one, and uses
+    half the target tokens. All results equal values computed by hand.
     """
     before = results(
         tmp_path / "a.jsonl",
@@ -134,13 +134,14 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
     found = compare(results(tmp_path / "a.jsonl", rows), results(tmp_path / "b.jsonl", rows))
     assert found.problems == 2
     assert found.vote.first == pytest.approx((2 / 3 + 0) / 2)
-    # McNemar's test needs correct or wrong, but a share of correct rollouts is neither
+    # McNemar's test needs each problem to be correct or wrong, and this problem has a share of
+    # correct rollouts
     assert found.mcnemar is None
 
 
 def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Cancelled rollouts are reported, because the rollouts that ended before a settled vote are
-    biased towards short ones.
+    """Short rollouts end first, and a settled vote cancels the others. The accuracy of rollouts is
+    therefore biased, and the output gives the number of cancelled rollouts.
     """
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
@@ -168,8 +169,8 @@ def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path:
 
 
 def test_shares_without_a_vote_are_called_accuracy(atts: Any, tmp_path: Path) -> None:
-    """Files of single rollouts have no vote, so the mean over rollouts is printed once, as
-    accuracy.
+    """Results files that list rollouts have no vote. The comparison then prints only the mean over
+    rollouts, as accuracy.
     """
     rows = [{"id": n, "correct": (n + m) % 3 == 0} for n in range(5) for m in range(4)]
     a = results(tmp_path / "a.jsonl", rows)
@@ -200,8 +201,8 @@ def test_one_problem_is_named_in_the_singular(atts: Any, tmp_path: Path) -> None
 def test_printed_json_compares_like_the_run_directory(
     atts: Any, runs: Path, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """The output of `atts eval --json` has the data of the run directory, except seconds of single
-    problems.
+    """The output of `atts eval --json` can be compared like the run directory; only the seconds per
+    problem are missing.
     """
     printed = atts(
         "eval", "arithmetic[:3]", "--samples", "3", *scripted, "--out", "runs/atts", "--json"
@@ -275,7 +276,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(recorded: Path) -> PlanData:
-    """Read the data for a plan from the run."""
+    """Read from the run the data that a plan needs."""
     return read_plan_data(recorded)
 
 
@@ -335,8 +336,8 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
 
 
 def test_each_option_reports_its_unscored_rollouts(record: PlanData) -> None:
-    """For each option, unscored rollouts count as wrong; the option also has the rate that would
-    result if they were correct.
+    """In each option of a plan, unscored rollouts count as wrong. The option also has the accuracy
+    that would result if they were correct.
     """
     data = replace(record, cases=[_unscored(case) for case in record.cases])
     for option, known in zip(options(data), options(record), strict=True):
@@ -346,7 +347,7 @@ def test_each_option_reports_its_unscored_rollouts(record: PlanData) -> None:
 
 
 def _unscored(case: GradedCase) -> GradedCase:
-    """Return the case with its correct rollouts unscored."""
+    """Return the case with its correct rollouts marked as unscored, and all others as wrong."""
     return replace(
         case,
         rollouts=tuple(
@@ -373,7 +374,9 @@ def test_fewer_turns_cost_only_their_tokens(record: PlanData) -> None:
 
 
 def test_a_plan_advises_the_best_option_below_a_cap(recorded: Path, record: PlanData) -> None:
-    """The plan advises the most accurate option below the cap, or says that no option is below it."""
+    """The plan advises the most accurate option whose cost is below the user's cap, or says that
+    there is no such option.
+    """
     every = list(options(record))
     middle = sorted(option.target_tokens for option in every)[len(every) // 2]
     found = plan(recorded, target_tokens=middle)
@@ -419,7 +422,9 @@ def test_a_rate_that_was_not_run_gets_bounds(recorded: Path) -> None:
 
 
 def test_a_run_at_another_rate_ends_within_its_bounds(recorded: Path, tmp_path: Path) -> None:
-    """A real run with the same problems and seeds at another rate ends between the plan's bounds."""
+    """A plan bounds the accuracy at a rate that was not run. The accuracy of a real run at this
+    rate, with the same problems and seeds, lies within the bounds.
+    """
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.1)
     result = evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "other")
@@ -462,8 +467,8 @@ def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> N
 
 
 def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
-    """For other chunk limits the plan estimates only turns: twice the limit gives no more turns,
-    half the limit gives no fewer, and no accuracy is claimed.
+    """If the plan considers another limit on the tokens of a chunk, it estimates only the number of
+    turns. A larger limit gives no more turns, and no accuracy is estimated.
     """
     found = plan(recorded).chunks
     assert found is not None

@@ -154,7 +154,7 @@ def test_lists_and_none_can_be_written(tmp_path: Path) -> None:
 
 
 def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) -> None:
-    """A single key of `target_sampling` can be set, and its other keys follow `sampling`."""
+    """If only one key of `target_sampling` is set, its other keys take the values of `sampling`."""
     pairs = ["sampling.top_p=0.9", "target_sampling.temperature=0.1"]
     sampling = configure({}, pairs, environment={}, folder=tmp_path).setup().policy.target_sampling
     assert sampling is not None
@@ -176,8 +176,8 @@ def test_settings_of_a_method_cannot_be_contradicted(tmp_path: Path) -> None:
 
 
 def test_only_settings_that_change_results_change_the_directory(tmp_path: Path) -> None:
-    """Settings that change results change the directory, such as the seed; concurrency and report
-    do not.
+    """Settings that can change results, such as the seed, change the name of the run directory;
+    concurrency and report do not.
     """
 
     def directory(*pairs: str) -> Path:
@@ -214,7 +214,9 @@ def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_p
 
 
 def test_code_that_changes_a_setup_becomes_the_origin(tmp_path: Path) -> None:
-    """If a program changes a value, that value's old origin is no longer reported."""
+    """If a program changes a value, the origin of this value becomes "code"; other values keep
+    their origins.
+    """
     from dataclasses import replace
 
     made = configure({"rate": 0.3, "seed": 5}, environment={}, folder=tmp_path).setup()
@@ -390,7 +392,9 @@ def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ..
 
 
 def test_the_text_that_ends_the_thinking_may_be_in_a_file(tmp_path: Path) -> None:
-    """The configuration stores the text itself, so a run does not depend on the file."""
+    """The text that ends the thinking may be read from a file. The configuration stores the text
+    itself, so a run does not depend on the file.
+    """
     file = tmp_path / "end.txt"
     file.write_text("\n</think>\nThe answer: ")
     found = configure({"thinking_tokens": 50}, [f"thinking_end=@{file}"], environment={})

@@ -93,8 +93,8 @@ def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Pa
 def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
     flags: dict[str, Any], most: int, tmp_path: Path
 ) -> None:
-    """Lengths that a pair sets are lowered to the context; a length that the user set stays, with a
-    warning.
+    """Lengths that a pair sets are lowered if a model's context is too short. A length that the
+    user set is kept, with a warning.
     """
     found = configure({"pair": "r1-1.5b/r1-70b", **flags}, environment={}, folder=tmp_path)
     bounds = found.setup().policy_within(8192).bounds()
@@ -103,10 +103,10 @@ def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
 
 
 def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
-    """A file may name the pair's servers, and a flag the number of tokens; both have priority over
-    the pair.
+    """Values in the configuration file and in flags override those of the pair: here, a server's
+    address and the number of tokens.
 
-    The number of turns follows, and the origin of each value is reported.
+    The number of turns is adapted to the tokens, and the origin of each value is reported.
     """
     (tmp_path / "atts.toml").write_text(
         'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
@@ -138,10 +138,10 @@ def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
-    """For every card, a printed placement has room for the shares, the weights and one rollout's
-    cache.
+    """On each kind of card, a printed placement has room for the weights and the cache of one
+    rollout within its share of memory.
 
-    With fewer cards it would not fit.
+    With fewer cards they would not fit.
     """
     for pair in known_pairs().values():
         found = gpu_placement(pair, card, 16_000)
@@ -196,8 +196,8 @@ def test_pairs_are_listed(atts: Any) -> None:
 def test_commands_have_only_flags_that_the_version_knows(
     atts: Any, version: str, has: bool
 ) -> None:
-    """A flag that exists since version 0.30 is not printed for an older server, and a note says
-    what is lost without it.
+    """A flag that was new in vLLM 0.30 is not printed for an older server. A note then says which
+    function is missing without the flag.
     """
     words = ("pairs", "r1-1.5b/r1-7b", "--card", "h100")
     said = atts(*words, *(("--server-version", version) if version else ()))
@@ -252,9 +252,10 @@ def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
 def test_a_card_that_is_not_here_is_never_ok(
     atts: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that this machine lacks, named or guessed, gives a warning.
+    """If this machine lacks the GPU that the user named or that atts guessed, the memory check
+    gives a warning.
 
-    A GPU of this machine is ok for the models that the method uses.
+    On a GPU of this machine, the check is ok for the models that the method uses.
     """
     words = ("--pair", "r1-1.5b/r1-7b", "--draft", serve("draft"), "--target", serve("target"))
 
@@ -319,7 +320,9 @@ def test_the_doctor_predicts_the_memory_of_local_models(
 
 
 def test_local_pairs_are_a_table_of_pairs_and_cards(atts: Any) -> None:
-    """Each line has a pair on a card with its memory by part, or says that the pair needs a server."""
+    """Each row gives the memory that a pair of models needs on a card, divided by use, or says that
+    the pair needs a server.
+    """
     table = atts("pairs", "--local").out
     objects = [json.loads(line) for line in atts("pairs", "--local", "--json").out.splitlines()]
     assert {(each["name"], each["card"]) for each in objects} == {

@@ -63,7 +63,7 @@ def an_array(folder: Path) -> None:
 def drafter(kind: str) -> Callable[[Path], None]:
     """Return a function that makes a folder that cannot draft for the embedded target.
 
-    The folder "drafter" has no model in it, another tokenizer, or a far too large model.
+    The folder "drafter" has a BERT configuration, a far too large model, or another tokenizer.
     """
 
     def write(folder: Path) -> None:
@@ -849,10 +849,10 @@ def test_a_second_process_in_a_run_directory_is_refused(atts: Any, runs: Path) -
 def test_other_settings_are_refused_before_a_model_is_loaded(
     atts: Any, runs: Path, words: str, named: str
 ) -> None:
-    """Other settings for a run are refused before an engine is used, with an error that names the
-    flags that the user typed.
+    """If a run directory has other settings, the command is refused before an engine is used. The
+    error names the flags that the user typed.
 
-    The test's engines cannot be reached.
+    The engines in this test cannot be reached.
     """
     before = (runs / "atts/journal.jsonl").read_bytes()
     run = "eval arithmetic[:3] --samples 3 --report none --out runs/atts"

@@ -41,7 +41,9 @@ RIVALS = {
 """Words and forms that no printed text may contain, each with its replacement."""
 
 ALLOWED = ("Answer with the letter of the right choice.",)
-"""Rival words in printed text that is not atts' own wording, such as a prompt for models."""
+"""Phrases in which a rival word is allowed, because atts did not choose the words, as in a prompt
+for models.
+"""
 
 
 def rivals(text: str) -> list[str]:

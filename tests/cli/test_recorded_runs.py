@@ -152,8 +152,8 @@ def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
 def test_a_list_of_runs_reports_unscored_problems(
     atts: Atts, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """The list of runs prints how much unscored answers could change the accuracy, also for a
-    sweep.
+    """The list of runs also prints the accuracy that would result if all unscored answers were
+    correct.
     """
     rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -197,9 +197,10 @@ def test_a_run_directory_is_read_like_a_file_of_scores(atts: Atts, runs: Path) -
 
 
 def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> None:
-    """`atts check` exits with 0 if the rate is on target.
+    """`atts calibration check` exits with 0 if the rate is on target.
 
-    If the rate was missed or has a drift alarm, it exits with 5 and prints the reason.
+    If the rate was missed, drift raised an alarm, or there is no rate to check, it exits with 5 and
+    prints the reason.
     """
     run = runs / "atts"
     assert "on target; no alarm" in atts("calibration", "check", str(run)).out
@@ -300,8 +301,8 @@ def test_scores_of_other_conditions_need_consent(
 def test_a_fitted_calibrator_starts_a_run(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """A run reads the fitted calibrator through `--scores`, and keeps its own nominal rate unless
-    the user gives another one.
+    """`fit` gives the calibrator the rate of the recorded run. A new run with `--scores` starts
+    from the calibrator's stored scores.
     """
     assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
     made = Calibrator.load(Path("fitted.json"))
@@ -404,7 +405,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """Return the numbers of a report that do not depend on time, directory or the order of events."""
+    """Return those numbers of a run's report that do not depend on time, directory or the order of
+    events.
+    """
     report = jsonable(asdict(build_report(run).report))
     held = report["calibration"]
     kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
@@ -418,7 +421,9 @@ def numbers(run: Path) -> dict[str, Any]:
 
 
 def test_merged_shards_equal_one_run(shards: Path, tmp_path: Path) -> None:
-    """With a frozen gate the merged report has the accuracy, tokens, rates and rows of one run."""
+    """With a gate that learns nothing, the report of the merged shards has the accuracy, token
+    counts, rates and rows of a single run.
+    """
     made = merge([shards / "2", shards / "3", shards / "1"], tmp_path / "all")
     assert made.problems == 7
     union = numbers(made.directory)
@@ -680,8 +685,8 @@ def test_cancelled_turns_count_as_spent(tmp_path: Path) -> None:
     usage = result.usage
     assert usage.drawn_tokens > 0
     assert any(sample.finish == "settled" for line in result.problems for sample in line.samples)
-    # a takeover keeps tokens that the target drew during scoring, so these tokens are not written
-    # again
+    # a takeover keeps tokens that the target sampled while it scored, so these tokens are not
+    # written again
     decoded = usage.target_tokens - usage.drawn_tokens
     assert written == {
         "draft": usage.draft_tokens,
@@ -889,8 +894,8 @@ def odd(answer, problem):
 
 
 def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
-    """A user's grader is imported from the working directory; its name is in the verdicts and in
-    the run's settings.
+    """A user's grader is imported from the working directory. Its name is recorded in the verdicts
+    and in the run's settings.
     """
     (tmp_path / "graders_of_mine.py").write_text(GRADER)
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--json")

@@ -42,7 +42,9 @@ def test_impossible_serving_options_are_refused(
     ],
 )
 def test_a_source_that_cannot_be_viewed_is_named(atts: Atts, source: str, problem: str) -> None:
-    """If a folder has no run or an address no server, the error of `atts view` names it."""
+    """If a folder contains no run, or no server answers at an address, the error of `atts view`
+    names the folder or the address.
+    """
     done = atts("view", source)
     assert done.code != 0
     assert problem in done.err

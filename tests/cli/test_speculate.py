@@ -63,9 +63,10 @@ async def test_speculation_changes_no_token_of_a_run(
 
 
 def check_told(result: RunResult, way: str) -> None:
-    """Check that all counters of proposals agree, or that the output has no counters.
+    """Check that result, journal and report agree on the number of proposed tokens, or that none of
+    them has such a number.
 
-    The draft proposes many tokens, most of which are correct.
+    The draft proposes many tokens, and most of them are correct.
     """
     assert result.directory is not None
     told = build_report(result.directory).report
@@ -177,7 +178,7 @@ def swap_two_tokens(file: Path) -> None:
 
 
 def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
-    """Let the loader find almost no free memory for this engine's weights."""
+    """Make the weight loader see almost no free memory for engines whose name contains `whose`."""
     from atts.accel import build
     from atts.local.loader import load_weights
 

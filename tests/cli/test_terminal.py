@@ -145,7 +145,7 @@ def answers(run: Path) -> Mapping[str, Any]:
 
 
 def calls(run: Path) -> Mapping[str, set[int]]:
-    """Return, for each engine call, the sessions in which it was made."""
+    """Return the sessions in which each engine call was made."""
     found: dict[str, set[int]] = {}
     for session, event in events(run, Sampled, Scored):
         if isinstance(event, Sampled | Scored):
@@ -165,8 +165,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -> None:
-    """The first Ctrl-C saves the calls in flight, and the second ends the run at once; after each
-    the same command continues the run.
+    """The first Ctrl-C waits for the calls in flight and saves them; the second ends the run at
+    once. In both cases the same command continues the run.
     """
     run = tmp_path / "run"
     words = ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
@@ -346,7 +346,7 @@ def test_the_summary_counts_finished_of_all_problems(atts: Any, runs: Path) -> N
 
 
 class Heavy(ScriptedEngine):
-    """A toy engine that reports 0.3 billion weights on this machine's processor."""
+    """A toy engine that reports 0.3 billion weights and computation on this machine's CPU."""
 
     kernel = "native, 2 threads"
 
@@ -440,8 +440,8 @@ def test_ctrl_c_after_the_work_changes_nothing() -> None:
 
 
 def test_signal_handlers_are_restored() -> None:
-    """When atts stops watching signals, it restores the earlier handler; Python's default handler
-    could raise anywhere in the loop.
+    """When atts stops watching signals, it restores the handler that was there before. Python's
+    default handler would be wrong, because it can raise anywhere in the event loop.
     """
 
     async def work() -> None:
@@ -513,8 +513,8 @@ def test_repeated_ctrl_c_kills_a_hanging_process() -> None:
 
 
 def test_ctrl_c_at_exit_keeps_the_exit_code() -> None:
-    """Once a command has its exit code, Ctrl-C does not change the code; without this rule the
-    interpreter would die of the signal.
+    """Once a command has its exit code, Ctrl-C is ignored; otherwise the signal would end the
+    interpreter with another exit code.
     """
     code = (
         "import atexit, signal, sys\n"

@@ -185,7 +185,9 @@ def run_command(words: str) -> tuple[int, str]:
 
 
 def in_thread(word: str) -> str:
-    """Run a local engine in a thread by changing its address; leave other arguments unchanged."""
+    """Change the address of a local engine so that the engine runs in a thread; return other
+    arguments unchanged.
+    """
     if "stages=" in word or not re.match(r"(zoo:[^?]+/\w+|embedded)(\?|$)", word):
         return word
     return f"{word}{'&' if '?' in word else '?'}worker=thread"

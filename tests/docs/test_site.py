@@ -110,7 +110,9 @@ def test_dead_links_and_headings_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_word_that_the_search_lacks_is_reported(tmp_path: Path) -> None:
-    """In the index of a site that mentions only rates, three of the four words are missing."""
+    """`missing_words` reports each of four words that the site's search index lacks; this index
+    contains only "rate", so three are reported.
+    """
     (tmp_path / "search.json").write_text('{"items": [{"text": "The rate"}]}')
     assert len(list(missing_words(tmp_path))) == 3
 
@@ -148,8 +150,8 @@ def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
 
 
 def test_pages_admit_what_is_slower_or_missing() -> None:
-    """EasySpec's row says that atts is slower on a processor, and the BlockLLM page lists what this
-    project lacks.
+    """In the table of docs/acceleration.md, the entry for EasySpec says that atts is slower on a
+    CPU. docs/blocks.md lists the parts of BlockLLM that atts lacks.
     """
     study = (ROOT / "docs" / "benchmarks" / "overlap.md").read_text()
     (speeds,) = re.findall(

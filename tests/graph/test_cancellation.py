@@ -113,7 +113,7 @@ class Disturbed:
                 pass
 
     async def solve(self, problem: Named, scope: ProblemScope) -> list[RolloutResult[int]]:
-        """Solve a problem with every kind of wait."""
+        """Solve a problem whose rollouts wait for slots, for calls and for each other."""
         self.scopes.append(scope)
 
         async def rollout(line: RolloutScope[int]) -> int:

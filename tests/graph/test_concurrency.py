@@ -31,7 +31,9 @@ async def test_a_single_error_is_raised_without_a_group() -> None:
 
 
 class Interrupt(BaseException):
-    """An exception in place of a keyboard interrupt, which no event loop lets a task raise safely."""
+    """An exception that stands in for KeyboardInterrupt, because a task cannot safely raise
+    KeyboardInterrupt in an event loop.
+    """
 
 
 async def test_one_of_several_errors_is_raised_with_notes_of_the_others() -> None:

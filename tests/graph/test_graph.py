@@ -190,8 +190,8 @@ def test_limits_hold_and_a_call_waits_only_if_one_is_reached(
 
 
 def test_a_problem_is_opened_only_when_no_rollout_waits(virtually: Virtually[None]) -> None:
-    """A new problem is opened only when no rollout waits, so a million problems use no memory in
-    advance.
+    """A new problem is read only when no rollout waits for a slot, so even a million problems need
+    no memory in advance.
     """
     pulled = 0
 
@@ -221,8 +221,8 @@ def test_a_problem_is_opened_only_when_no_rollout_waits(virtually: Virtually[Non
 
 
 def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> None:
-    """If conclusions are slower than rollouts, at most four finished rollouts per slot wait for
-    their conclusion.
+    """If concluding a problem takes longer than its rollouts, new problems are delayed. The
+    problems that wait for their conclusion then have at most four finished rollouts per slot.
     """
 
     async def main() -> int:
@@ -279,7 +279,7 @@ def test_rollout_slots_go_by_priority_then_by_age(
 
 
 async def pass_by(line: RolloutScope[None]) -> None:
-    """Return without a call, as a rollout that does nothing."""
+    """Return without a call, so that the rollout does nothing."""
     await anyio.lowlevel.checkpoint()
 
 
@@ -753,7 +753,7 @@ def test_the_next_call_waits_for_all_parallel_calls(virtually: Virtually[None]) 
 def test_edges_from_the_journal_are_the_live_ones(
     anyio_backend: Backend, tmp_path: Path, admit: str, virtually: Virtually[None]
 ) -> None:
-    """Nodes and edges read from a journal equal those that the graph had in memory."""
+    """Nodes and edges that are read from a journal equal those in the graph's memory."""
     live = Recording()
 
     async def main() -> None:

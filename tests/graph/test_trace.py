@@ -67,8 +67,8 @@ def load(nodes: Iterable[CallSpan]) -> list[dict[str, Any]]:
 
 
 def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
-    """Each call is on a row of its engine and on its rollout's row, with arrows for edges between
-    rows.
+    """Each call is drawn twice, on a row of its engine and on the row of its rollout. Arrows
+    connect the calls that depend on each other.
     """
     nodes = [
         node(0, 0, 1.0, 2.0),

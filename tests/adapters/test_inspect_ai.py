@@ -62,8 +62,8 @@ def test_model_provider_solves_the_embedded_benchmark() -> None:
 
 
 def test_solver_answers_in_place_of_the_tasks_model() -> None:
-    """The solver of atts answers a task instead of the model that the task names, and each epoch is
-    a new run.
+    """If a task is given the solver of atts, atts answers instead of the model that the task names.
+    Each epoch is a new run.
     """
     from atts.adapters.inspect_ai import atts_solver
 

@@ -163,7 +163,9 @@ def test_the_audit_notices_changed_decisions(run: Path, tmp_path: Path) -> None:
 def test_the_audit_uses_the_runs_stored_scores(
     evaluate_into: Any, tmp_path: Path, mode: str
 ) -> None:
-    """The audit of a run that began with another run's scores begins with the same scores."""
+    """If a run started from the scores of another run, the audit of its decisions starts from the
+    same scores.
+    """
     stored = tuple(1 + n / 40 for n in range(1, 60))
     held = build_report(
         evaluate_into(tmp_path / "run", 3, rate_scope=mode, stored=stored)
@@ -413,8 +415,8 @@ def test_idle_time_of_an_engine_is_measured() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 400), st.floats(0.01, 0.99))
 def test_the_band_of_a_coin_keeps_its_level(n: int, rate: float) -> None:
-    """A coin's rate leaves the coin's confidence band with at most the stated probability, computed
-    by an exact sum.
+    """The rate that a coin realises lies within the coin's confidence band with at least the stated
+    probability, computed by an exact sum.
     """
     from scipy import stats
 
@@ -517,7 +519,9 @@ def test_a_small_run_is_reported_in_one_file(run: Path, tmp_path: Path) -> None:
 def test_the_table_of_times_says_how_many_calls_it_covers(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report times only the first calls, and says how many calls there were in total."""
+    """If a run has many calls, the table of times covers only the first ones, and the report states
+    the total number of calls.
+    """
     whole = build_report(run).report.timing
     assert whole is not None
     assert whole.calls == whole.nodes

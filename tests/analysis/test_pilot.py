@@ -57,7 +57,7 @@ class Planted:
 
 
 PLANTED = {
-    # the score finds mistakes, and no cheaper arm is as accurate as the gate
+    # the score finds mistakes, and no cheaper method is as accurate as the gate
     "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
     # scores find no mistake, and method `exact` writes the target's own text at a lower cost than
     # the target alone
@@ -106,8 +106,8 @@ def test_each_planted_pair_gets_its_recommendation(
 
 
 def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) -> None:
-    """The pilot's table has a row per arm, or the reason why an arm is missing; a second pilot
-    repeats no request.
+    """The pilot's table has a row for each method that was tried, and the pilot gives a reason for
+    each method that was not. Running the pilot again repeats no request.
     """
     dataset = f"{problems}[:8]"
     report = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")

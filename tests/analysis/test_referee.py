@@ -105,7 +105,9 @@ def test_the_beta_rule_equals_a_sum_of_binomials() -> None:
 
 
 def test_the_exact_rule_never_changes_a_vote() -> None:
-    """In every order of many small votes, the exact rule returns the vote of all rollouts."""
+    """For many small sets of votes, the exact rule returns the vote of all rollouts, whatever the
+    order of the votes.
+    """
     for labels in ([0, 0, 0, 1, 1], [0, 1, 2, 2, NO_ANSWER], [0, 0, 1, 1, 1, 1]):
         for order in set(permutations(labels)):
             arrivals = Arrivals(order)
@@ -164,7 +166,9 @@ def test_means_over_orders_equal_an_enumeration() -> None:
 
 
 def test_a_fixed_number_of_rollouts_gains_nothing_over_itself() -> None:
-    """A rule that always uses the same number of rollouts has no gain at equal samples."""
+    """A rule that always uses three rollouts has the same accuracy as a fixed number of rollouts of
+    the same mean cost.
+    """
     always = StoppingRule("always 3", "", fixed(3).play)
     for unit in ("samples", "tokens"):
         options = RefereeOptions(orders=20, unit=unit)
@@ -175,8 +179,10 @@ def test_a_fixed_number_of_rollouts_gains_nothing_over_itself() -> None:
 
 
 def test_stopping_on_agreement_beats_a_fixed_number() -> None:
-    """At equal samples the exact and the beta rule are more accurate than a fixed number of
-    rollouts.
+    """Rules that stop on agreement are more accurate than a fixed number of rollouts with the same
+    mean cost.
+
+    The exact rule changes no vote, although it uses fewer rollouts than all.
     """
     found = referee(planted(150, 16), RefereeOptions(orders=15))
     by_rule = {row.rule: row for row in found.rows}
@@ -336,11 +342,9 @@ def test_rules_refuse_options_of_gates(
 def test_recorded_rollouts_give_the_published_figures(
     tmp_path: Path, run_import: Import, shared_data: Path
 ) -> None:
-    """For 100 problems with 16 recorded rollouts each, the rules reach the figures of a separate
-    computation.
-
-    The separate computation and this test both count rollouts without an answer as votes for one
-    common answer.
+    """For 100 problems with 16 recorded rollouts each, the rules give the same figures as a
+    separate computation. The separate computation and this test both count rollouts without an
+    answer as votes for one common answer.
     """
     traces = shared_data / "traces" / "draft_target.jsonl.gz"
     with gzip.open(traces, "rt") as file:

@@ -133,8 +133,8 @@ def test_a_new_model_that_moves_the_kept_layer_drops_old_states(relatives: Zoo) 
 
 
 def test_a_ledger_out_of_memory_stays_as_it_was() -> None:
-    """States of this width exceed any memory, so adding a second model to the ledger fails and
-    leaves the ledger unchanged.
+    """Hidden states as wide as in this test fit into no memory. Adding a second model to the ledger
+    therefore fails and leaves the ledger unchanged.
     """
     ledger = SlotLedger(10, 2**50)
     one, other = (
@@ -176,8 +176,8 @@ def _refuse(*_: object) -> None:
 
 
 def test_slots_shared_with_a_running_sequence_do_not_count_as_free(relatives: Zoo) -> None:
-    """If a running sequence shares a cached prompt, evicting this prompt frees nothing, so no
-    request is admitted.
+    """Evicting a cached prompt frees no slot while a running sequence uses the prompt. A new
+    request that does not fit therefore waits.
     """
     loop = Loop(relatives, "base", "head", kv_tokens=120)
     loop.answer(0, sample(OTHERS[:9]), 1)

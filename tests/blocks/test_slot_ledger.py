@@ -65,7 +65,9 @@ def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
 
 
 def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[Ask]:
-    """Make requests that share few prefixes; texts to score end differently from texts to continue."""
+    """Make requests whose texts combine three beginnings with six endings, so that many requests
+    have a common prefix. Requests to score replace one token near the end.
+    """
     begins = [tuple(rng.randrange(3, 300) for _ in range(rng.randrange(12, 40))) for _ in range(3)]
     ends = [
         (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20))))

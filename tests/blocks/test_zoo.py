@@ -122,8 +122,8 @@ def test_exchanged_layers_are_stored_once(zoo: Zoo, base: Path, tune: Tune, tmp_
 def test_a_model_is_cut_only_when_another_shares_a_part(
     zoo: Zoo, base: Path, make_model: Make, tune: Tune
 ) -> None:
-    """An unrelated model changes nothing in the zoo; a related model cuts only the models with
-    which it shares blocks.
+    """Adding an unrelated model leaves the stored models as they are. Adding a related model
+    divides only those models into blocks with which it shares blocks.
     """
     zoo.add("base", base)
     zoo.add("stranger", make_model("llama", seed=5))

@@ -31,8 +31,8 @@ def _read(path: Path) -> Records:
 
 @pytest.fixture(scope="session")
 def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
-    """Return a function that reads a published array, with sixteen scores per question, by a part
-    of its file name.
+    """Return a function that reads a published array of sixteen scores per question; a part of its
+    file name selects the array.
     """
 
     def load(part: str = MATH) -> StoredScores:

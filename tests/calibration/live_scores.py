@@ -1,4 +1,6 @@
-"""Live scores drawn from stored ones by whole questions, and the delay of a drift monitor on them."""
+"""Simulated live scores, sampled by whole questions from stored scores, and the number of scores
+after which a drift monitor raises an alarm.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def shifted(stored: StoredScores, by: float) -> StoredScores:
 
 
 def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
-    """If a stream consists of whole questions of the stored array, it raises an alarm in fewer than
+    """If a stream consists of whole questions of the stored array, an alarm is raised in fewer than
     1 % of cases.
     """
     stored = array_of()

@@ -88,16 +88,16 @@ def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_late
 
 
 def test_ranks_are_unbiased_if_time_does_not_depend_on_length() -> None:
-    """With shuffled durations, ranks by length and ranks among all chunks both keep the rate, so
-    the order of arrival causes the bias.
+    """If durations are shuffled, ranks by length and ranks among all chunks both keep the rate. The
+    bias of ranks among all chunks therefore comes from the order of arrival.
     """
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
     assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
 
 
 def test_short_and_long_chunks_escalate_equally_often() -> None:
-    """If chunks are ranked by length, both halves escalate equally often; ranked among all chunks,
-    the longer half escalates more.
+    """If chunks are ranked by length, the shorter and the longer half of them escalate equally
+    often. If they are ranked among all chunks, the longer half escalates more often.
     """
     run = arrivals(1200, 64, 3)
     middle = sorted(record["length"] for record in run)[600]

@@ -202,8 +202,8 @@ def test_question_modes_bound_every_question(
 
 
 def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> None:
-    """The p-values are uniform and uncorrelated, so T decisions have a Binomial(T, rate) number of
-    escalations.
+    """The p-values are uniform and uncorrelated. The number of escalations among T decisions
+    therefore has the distribution Binomial(T, rate).
     """
     draw = np.random.default_rng(3)
     p_values = list[float]()
@@ -225,7 +225,9 @@ def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> No
 
 
 def test_a_new_question_is_ranked_among_all_questions() -> None:
-    """In a question without scores an extreme score escalates; before any score a coin decides."""
+    """In a question without scores, an extreme score escalates, because it is ranked among the
+    scores of all questions. Before any score was observed, a coin decides.
+    """
     calibrator = Calibrator(0.4, "question-turn")
     firsts = [
         Calibrator(0.4, "question-turn", seed=s).decide(1.5, "q", 0, 0).escalate for s in range(400)

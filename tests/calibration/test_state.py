@@ -263,8 +263,8 @@ def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, "by length"])
 def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) -> None:
-    """While questions begin and end, a calibrator stores only a score per chunk, in a few times
-    eight bytes.
+    """While questions begin and end, a calibrator stores only one score for each chunk. This takes
+    a few times eight bytes per chunk.
     """
     by_length = mode == "by length"
     draw = random.Random(5)

@@ -111,8 +111,8 @@ def test_the_context_limits_lengths_before_models_load(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
-    """The dry run names the model or flag behind each length, and warns of small lengths with the
-    words of a real run.
+    """The dry run names the model or flag that set each length, and warns of small lengths in the
+    same words as a real run.
     """
     words = [
         "eval",

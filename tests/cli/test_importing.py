@@ -81,7 +81,9 @@ def test_impossible_imports_are_refused(
 
 
 def test_an_import_into_another_import_is_refused(atts: Atts, theirs: Path) -> None:
-    """A directory with an import of other columns is refused, and the message names the difference."""
+    """If a directory already has an import with other columns, a new import into it is refused, and
+    the message names the difference.
+    """
     assert atts("import", "jsonl", str(theirs), *WORDS).code == 0
     said = atts("import", "jsonl", str(theirs), "--column", "text=out", "--out", "run")
     assert said.code == 2

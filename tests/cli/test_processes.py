@@ -23,7 +23,7 @@ def atts(
     environment: Mapping[str, str] | None = None,
     file_bytes: int | None = None,
 ) -> subprocess.CompletedProcess[Any]:
-    """Run the command line in a process without a terminal, whose files may have at most
+    """Run the command line in a process that has no terminal and can write files of at most
     `file_bytes` bytes.
     """
 

@@ -227,8 +227,8 @@ def _bent(journal: bytes) -> bytes:
 
 
 def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
-    """If all problems of a run failed, it prints "failed", the first reason and how to continue,
-    and exits with the code of an engine error.
+    """If all problems of a run fail, the command prints "failed", the first reason and how to
+    continue. Its exit code is that of an engine error.
     """
     engine = f"hf:{model_path('draft')}?kv_tokens=40&worker=thread"
     run = (
@@ -274,8 +274,8 @@ def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
 def test_scores_of_other_conditions_need_consent(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """Scores of other conditions end the run before a model is used, unless the user accepts these
-    scores; then the report has a warning.
+    """Stored scores of other conditions end the run before a model is used. If the user accepts
+    these scores, the run continues and its report has a warning.
     """
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
     assert atts(*words, str(runs / "atts")).code == 0

@@ -304,7 +304,7 @@ def test_sigterm_saves_calls_in_flight(tmp_path: Path) -> None:
 
 
 class Clock:
-    """A clock whose seconds pass on command."""
+    """A clock that shows the time set by the test."""
 
     now = 0.0
 
@@ -393,8 +393,8 @@ def workers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
 def test_ctrl_c_during_clean_up_leaves_no_thread(presses: int) -> None:
-    """The first Ctrl-C cancels the work; more Ctrl-C during the clean-up do not stop it, and no
-    thread is left.
+    """The first Ctrl-C cancels the work. Pressing Ctrl-C again during the clean-up does not
+    interrupt the clean-up, and no thread is left.
     """
     before = workers()
     cleaned = False

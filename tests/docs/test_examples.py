@@ -197,7 +197,9 @@ NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 
 
 def expect(promised: str, said: str, where: str) -> None:
-    """Compare the printed output with the page, up to white space and `...`."""
+    """Compare the printed output with the page. White space may differ, and `...` on the page
+    matches anything.
+    """
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.OutputChecker().check_output(promised, said, options), (
         f"{where} printed\n{said}\nnot\n{promised}"

@@ -1,4 +1,4 @@
-"""Tests of the page on other harnesses, without these harnesses."""
+"""Tests of the docs page on other evaluation harnesses, which need not be installed."""
 
 from __future__ import annotations
 

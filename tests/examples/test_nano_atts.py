@@ -1,4 +1,6 @@
-"""Tests that the method in one file and the real pipeline reach the same outcomes."""
+"""Tests that the example with the whole method in one file gives the same outcomes as the real
+pipeline.
+"""
 
 import ast
 from collections.abc import Callable, Sequence

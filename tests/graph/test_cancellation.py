@@ -151,8 +151,8 @@ class Disturbed:
         assert {task.id for task in anyio.get_running_tasks()} <= before
 
     def check(self, is_empty: IsEmpty) -> None:
-        """Check that engine and graph are empty, each start has its end, and the results are
-        possible ones.
+        """Check that no call or slot is left in use, that each call belongs to a recorded rollout,
+        and that the results are possible ones.
         """
         assert not any(self.engine.in_flight.values())
         assert is_empty(self.graph)

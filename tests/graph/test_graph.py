@@ -245,7 +245,8 @@ def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> 
         assert [result.status for result in results] == ["done"] * 12
         return most
 
-    # four problems conclude and one was in flight; a limit on open problems alone would allow eight
+    # four problems wait for their conclusion, and a fifth was already running; a limit on open
+    # problems alone would allow eight
     assert virtually(main) == 4 + 1
 
 

@@ -169,9 +169,7 @@ async def test_a_killed_replica_loses_no_request(zoo: Zoo) -> None:
     async with pool_of(zoo, "base", options=options) as pool:
 
         async def kill() -> Completion | None:
-            """Kill a replica after all requests were sent; every task sends its request as it
-            begins.
-            """
+            """Kill a replica once all requests have been sent."""
             await anyio.lowlevel.checkpoint()
             assert all(load.in_flight for load in pool.load())
             os.kill(loop_process(), signal.SIGKILL)

@@ -201,8 +201,8 @@ def _rate(certificate: Certificate) -> float:
 
 
 def test_a_failed_certificate_says_how_many_problems_it_needs() -> None:
-    """Thirty problems cannot certify a loss below ten points; the message gives the number of
-    problems needed, or says that no number suffices.
+    """Thirty problems without a loss cannot certify a loss of at most five points. The message
+    gives the number of problems needed, or says that no number suffices.
     """
     short = certify([Candidate("g", 1.0, [0] * 30, 1)], 0.05, 0.1)
     assert short.chosen is None

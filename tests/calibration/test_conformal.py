@@ -89,7 +89,9 @@ def test_split_rank_is_exact_where_floats_fail(n: int, alpha: float) -> None:
 
 
 def test_float_ceilings_would_be_wrong_in_231_cases() -> None:
-    """Floating point would give a wrong rank in 231 cases, so atts computes the rank exactly."""
+    """For 9 to 399 scores and whole percentages as rates, floating point would give a wrong rank in
+    231 cases. atts therefore computes the rank exactly.
+    """
     wrong = sum(
         math.ceil((n + 1) * (1 - a / 100)) != split_rank(n, Fraction(a, 100))
         for n in range(9, 400)

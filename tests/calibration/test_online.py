@@ -327,8 +327,8 @@ def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
 
 
 def test_a_missing_issue_is_skipped_or_given_up() -> None:
-    """A skipped issue number releases the scores that waited for it; a lost number is given up
-    after 64 later scores.
+    """A score waits until all earlier issue numbers have a score. If an earlier number is skipped,
+    the wait ends at once; if it is lost, the wait ends after 64 later scores.
     """
     calibrator = Calibrator(0.4, "marginal")
     decisions = [calibrator.decide(1.5, "q", 0, k, k) for k in range(80)]

@@ -106,10 +106,10 @@ def test_a_small_run_of_known_size_ends_at_its_rate(
 def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
-    """The number of escalations stays within 1 + slack of rate * n, although an adversary chooses
-    the scores.
+    """The number of escalations differs from rate * n by at most 1 + slack, although an adversary
+    chooses the scores.
 
-    The forecast of remaining decisions is 0.2 to 2 times the true number.
+    The forecast of the remaining decisions varies between 0.2 and 2 times the true number.
     """
     controller = Adaptive(rate, 0.002)
     total = 0

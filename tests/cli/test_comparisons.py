@@ -375,7 +375,7 @@ def test_fewer_turns_cost_only_their_tokens(record: PlanData) -> None:
 
 def test_a_plan_advises_the_best_option_below_a_cap(recorded: Path, record: PlanData) -> None:
     """The plan advises the most accurate option whose cost is below the user's cap, or says that
-    there is no such option.
+    all options cost more.
     """
     every = list(options(record))
     middle = sorted(option.target_tokens for option in every)[len(every) // 2]
@@ -409,8 +409,8 @@ def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
 
 
 def test_a_rate_that_was_not_run_gets_bounds(recorded: Path) -> None:
-    """The bounds of an estimated rate widen with its distance from the recorded rate; the recorded
-    rate itself is not estimated.
+    """The more another rate differs from the recorded one, the wider are the plan's bounds for this
+    rate. The recorded rate itself is not estimated.
     """
     guesses = plan(recorded).other_rates
     assert [guess.rate for guess in guesses] == [0.05, 0.1, 0.2, 0.4, 0.6]

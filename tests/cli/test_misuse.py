@@ -817,7 +817,7 @@ def test_a_mistake_is_named_with_a_remedy(
 
 
 def test_no_case_is_listed_twice() -> None:
-    """The list has at least the required number of cases, and no case occurs twice."""
+    """The list has at least 30 cases, and no case occurs twice."""
     assert len({case.name for case in CASES}) == len(CASES) >= 30
 
 

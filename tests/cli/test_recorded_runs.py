@@ -54,7 +54,7 @@ FROZEN = Setup(
     seed=5,
     policy=Policy(samples=4, early_stop="none"),
 )
-"""A gate that learns nothing, and votes that cancel no rollout."""
+"""Settings under which the gate learns nothing and no vote cancels a rollout."""
 
 
 def lines(said: Any) -> list[dict[str, Any]]:

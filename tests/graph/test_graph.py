@@ -253,8 +253,8 @@ def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> 
 def test_rollout_slots_go_by_priority_then_by_age(
     virtually: Virtually[list[str]],
 ) -> None:
-    """With one slot, rollouts run by problem and sample, but rollouts of a higher priority overtake
-    those that wait.
+    """With one slot, rollouts run in order of problem and sample, except that a waiting rollout of
+    a higher priority runs first.
     """
 
     async def main() -> list[str]:

@@ -31,8 +31,8 @@ async def test_a_single_error_is_raised_without_a_group() -> None:
 
 
 class Interrupt(BaseException):
-    """An exception that stands in for KeyboardInterrupt, because a task cannot safely raise
-    KeyboardInterrupt in an event loop.
+    """An exception used instead of KeyboardInterrupt, which a task cannot safely raise in an event
+    loop.
     """
 
 

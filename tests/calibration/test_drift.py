@@ -434,7 +434,7 @@ def whole(stored: StoredScores, seed: int) -> StoredScores:
 
 
 def copies(stored: StoredScores, every: int) -> StoredScores:
-    """In each group of `every` scores, replace the last score by a copy of the score before it."""
+    """Replace the last score in each group of `every` scores by a copy of the score before it."""
     scores = stored.scores
     return StoredScores.of(
         [scores[at - (at % every == every - 1)] for at in range(len(scores))], 16

@@ -18,8 +18,9 @@ POLICY = atts.Policy(samples=2, early_stop="none")
 
 
 def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
-    """Solve thirty labelled problems with the gate of the method, or with a frozen gate that
-    compares every chunk with `stored`.
+    """Solve thirty labelled problems with the gate of the method.
+
+    If `stored` is given, use a frozen gate instead, which ranks every chunk against these scores.
     """
     gate = frozen_gate(rate, stored) if stored is not None else None
     setup = atts.Setup(
@@ -30,7 +31,7 @@ def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None)
 
 
 def is_correct(outcome: Outcome) -> bool:
-    """Return whether the answer of the vote is equal to the reference."""
+    """Return whether the answer of the vote equals the reference."""
     return outcome.answer == outcome.problem.answer
 
 

@@ -38,7 +38,9 @@ ON_POLICY = Policy(samples=4, early_stop="none", sampling=Sampling(temperature=1
 def rollouts(
     draft: str, problems: list[Problem], bar: float, seed: int, folder: Path
 ) -> list[Record]:
-    """Run draft and target, escalating chunks with a perplexity above `bar`, and return the export."""
+    """Run draft and target, escalate chunks with a perplexity above `bar`, and return the exported
+    records.
+    """
     setup = Setup(
         draft=draft, target="embedded", policy=ON_POLICY, gate=ThresholdGate(bar), seed=seed
     )
@@ -138,8 +140,7 @@ def round_trip(
 ) -> tuple[Found, Found]:
     """Return the measurements before and after training the draft on an export.
 
-    The problems with even numbers are for training, and those with odd numbers are for the
-    measurements.
+    Training uses the even-numbered problems, and the measurements use the odd-numbered ones.
     """
     torch.manual_seed(seed)
     kind: Any = AutoModelForCausalLM

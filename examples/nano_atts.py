@@ -45,10 +45,10 @@ class Settings:
 
     rate: float = 0.2  # 1 - alpha in the paper
     samples: int = 4  # number of rollouts per problem
-    turns: int = 15  # most chunks of a rollout
+    turns: int = 15  # maximum number of chunks per rollout
     chunk_tokens: int = 64
-    max_tokens: int = 512  # most tokens of a rollout
-    stop: tuple[str, ...] = ("\n\n",)  # texts that end a chunk
+    max_tokens: int = 512  # maximum number of tokens per rollout
+    stop: tuple[str, ...] = ("\n\n",)  # strings that end a chunk
     sampling: Sampling = Sampling(temperature=0.7)
     system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
     step: float = 0.004  # change of the calibrator's level per decision
@@ -95,7 +95,11 @@ class Calibrator:
         return escalate
 
     def _coin(self, score: float, problem: str, turn: int, sample: int) -> float:
-        """Return a uniform number made from the chunk's name, so a repeated run decides the same."""
+        """Return a pseudorandom number in [0, 1), a hash of the seed, the score and the chunk's
+        position.
+
+        A repeated run therefore makes the same decisions.
+        """
         name = f"{self.seed}\x1f{problem}\x1f{turn}\x1f{sample}\x1f{math.log(score)!r}"
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big") * 2.0**-56
 

@@ -11,8 +11,9 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class WorstShare(ScoreRule):
-    """The perplexity of a chunk's least likely tokens. `share` is their share of all its tokens, 0
-    to 1.
+    """The perplexity of a chunk's least likely tokens.
+
+    `share` is the fraction of the chunk's tokens that are used, 0 to 1.
     """
 
     share: float = 0.1

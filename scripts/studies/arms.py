@@ -68,7 +68,7 @@ Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A row of a comparison: a name, and the setup of its runs.
+    """A row of a comparison: a name, and the settings of its runs.
 
     `Pair.plan` derives the seed of the arm's random numbers from the study's seed and the arm's
     name.
@@ -203,8 +203,9 @@ class Solved:
     target: int
     # one decision: (position in the order of requests, turn, True if the chunk escalated)
     decisions: Sequence[tuple[int, int, bool]]
-    drawn: int = 0  # number of tokens that the target drew while it scored
-    # tokens of chunks with a score; if equal chunks share one score, the tokens of each chunk count
+    drawn: int = 0  # number of tokens that the target sampled while it scored a chunk
+    # number of tokens in chunks that have a score; if equal chunks share one score, the tokens of
+    # each chunk count
     judged: int = 0
 
     @classmethod
@@ -435,8 +436,8 @@ class Sum:
         return sum(one.escalated for one in self.solved) / asked if asked else None
 
     def rate_error(self, nominal: float) -> float:
-        """Return the root mean square error of the realised rates: one error per question, against
-        the nominal rate.
+        """Return the root mean square, over all questions, of the realised rate minus the nominal
+        rate.
         """
         rates = [one.escalated / len(one.decisions) for one in self.solved if one.decisions]
         return (
@@ -469,7 +470,7 @@ def right(one: Solved) -> float:
 
 
 def share(one: Solved) -> float:
-    """Return the share of ended rollouts whose answer is correct."""
+    """Return the share of finished rollouts whose answer is correct."""
     return one.share
 
 
@@ -492,7 +493,7 @@ def cases(stored: Sequence[float]) -> list[Arm]:
     The published rule needs scores of first chunks before a run; `stored` contains these scores.
     """
     # In this arm, the target also writes the rest of an escalated rollout, and chunks that contain
-    # an answer are judged too.
+    # an answer can be escalated too.
     theirs: dict[str, Any] = {"takeover": "continue", "answers": "verify", "repeats": 15}
     made = [
         arm("atts (ours), default settings", "atts"),
@@ -842,9 +843,7 @@ PRICED_CONTEXT = 1000  # number of cached tokens of each sequence
 
 
 def scaled(cost: Cost, share: float, origin: str) -> Cost:
-    """Return the cost of a model with this share of the model's weights, on the same number of
-    GPUs.
-    """
+    """Return the costs of a model with `share` times as many weights, on the same number of GPUs."""
     return replace(
         cost,
         step=cost.step * share,
@@ -869,16 +868,16 @@ class Prices:
     target_gpus: int = 4
 
     def tflops(self, one: Sum) -> float:
-        """Return the teraflops of a problem: two operations per parameter and token."""
+        """Return the arithmetic per problem in teraflops: two operations per parameter and token."""
         draft = one.each("draft") * self.draft_parameters
         target = (one.each("target") + one.each("scored")) * self.target_parameters
         return 2 * (draft + target) / 1e12
 
     def gpu_seconds(self, one: Sum) -> float:
-        """Return the seconds of a problem summed over all GPUs, at full batches.
+        """Return the seconds of a problem summed over all GPUs, if every batch is full.
 
-        Tokens that the target draws while it scores a chunk need no decoding step, so their
-        decoding time is 0.
+        Tokens that the target samples while it scores a chunk need no decoding step, so they add no
+        decoding time.
         """
         count = max(1, len(one.solved))
         decoded = decoded_by_target(one)
@@ -889,7 +888,9 @@ class Prices:
 
 
 def decoding_seconds(cost: Cost) -> float:
-    """Return the seconds of a decoding step divided by the number of sequences in the batch."""
+    """Return the seconds per decoded token: those of a decoding step, divided by the number of
+    sequences in the batch.
+    """
     return cost.seconds(PRICED_BATCH, PRICED_BATCH * PRICED_CONTEXT) / PRICED_BATCH
 
 

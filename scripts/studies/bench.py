@@ -1,4 +1,4 @@
-"""Runs the named studies and writes their tables and charts."""
+"""Run the named studies, and write their tables and charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from scripts.studies.harness import Effort, Options, Parts, Spent, Table, emit, 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study with its description, its function and its approximate seconds at each effort.
+    """A study: its description, its function, and approximately how many seconds it takes at each
+    effort.
 
     `scripts/bench quick` leaves out a study whose `quick` is 0, and `scripts/bench all` a study
     whose `default` is 0.

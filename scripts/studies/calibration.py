@@ -103,8 +103,8 @@ def arrays(folder: Path) -> dict[str, StoredScores]:
 
 
 def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> Table:
-    """Compare every mode at one rate with three baselines: the published rule, a sort that waits
-    for all siblings, and a coin.
+    """Compare every mode at one rate with three baselines: the published rule, sorting after all
+    sibling rollouts have scores, and a coin.
     """
     rows = list[Row]()
     for order, records in streams.items():
@@ -144,8 +144,8 @@ def _others(
     stored: StoredScores,
     rate: float,
 ) -> dict[str, list[bool]]:
-    """Return the escalation decisions of three baselines: the published rule, a sort that waits for
-    all siblings, and a coin.
+    """Return which chunks each of three baselines escalates: the published rule, sorting after all
+    sibling rollouts have scores, and a coin.
     """
     pool = np.sort(np.asarray(stored.nonconformity))
     coins = np.random.default_rng(0).random(len(scores))
@@ -197,8 +197,8 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
 
 
 def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """Measure how often an alarm is raised if the stored scores belong to one model and the run to
-    another model.
+    """Measure how often an alarm is raised if the stored scores and the scores of the run come from
+    different models.
     """
     runs = options.pick(10, 60, 200)
     rows = list[Row]()
@@ -309,7 +309,8 @@ Turns = Sequence[tuple[float, int]]
 EPSILON = 0.02
 SAMPLES = 16
 TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
-_MANY = 20_000  # number of simulated problems whose mean counts as the true value
+# number of simulated problems; the mean over these problems counts as the true value
+_MANY = 20_000
 
 
 def study_statistics(options: Options) -> list[Table]:
@@ -652,7 +653,9 @@ def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict
 
 
 def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
-    """Yield the steps in the order in which they end, if a fixed number of rollouts run at once."""
+    """Yield the steps of all rollouts in the order in which the steps end, if `in_flight` rollouts
+    run at once.
+    """
     waiting = enumerate(map(iter, lines))
     going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
     now = 0.0
@@ -752,8 +755,10 @@ def _arrivals(
 def _ended(
     stream: list[dict[str, Any]], rate: float, samples: int, gate: str, seed: int
 ) -> tuple[float, float]:
-    """Simulate one run; return the error of the run's rate, and the escalated share of the run's
-    worst chunks.
+    """Simulate one run.
+
+    Return its realised rate minus the nominal rate, and the share of its worst chunks that
+    escalated.
     """
     worst = sorted(range(len(stream)), key=lambda place: -stream[place]["score"])
     worst = worst[: max(1, round(rate * len(stream)))]
@@ -777,10 +782,10 @@ RATES = (0.1, 0.2, 0.4)
 
 
 class WatchedGate(ConformalGate):
-    """A gate that records its decisions; it decides as a conformal gate or by a coin.
+    """A gate that records its decisions, and decides as a conformal gate or by a coin.
 
-    The record includes chunks of rollouts that were cancelled after the vote was settled. Outcomes
-    leave these chunks out.
+    The record includes chunks of rollouts that were cancelled after the vote was settled, which a
+    run's outcomes leave out.
     """
 
     def __init__(self, calibrator: CalibratorProtocol, name: str, coin: CoinGate) -> None:
@@ -790,10 +795,10 @@ class WatchedGate(ConformalGate):
         self.made: list[tuple[float, bool]] = []  # score, and whether the chunk was escalated
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide with the conformal gate or with a coin, as the gate's name says.
+        """Decide with the conformal gate, or with a coin if the gate's name is "coin".
 
-        If the name contains "streaming in", the conformal gate is not informed how much of the run
-        is left.
+        If the name is "streaming in", the conformal gate is not informed how much of the run is
+        left.
         """
         if self._name == "coin":
             return self._coin.decide(features, score)
@@ -809,7 +814,9 @@ class WatchedGate(ConformalGate):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Numbers of decisions, escalations and escalated worst chunks of a run, and its answers."""
+    """Counts of a run's decisions and escalations, the escalated share of its worst chunks, and
+    whether each answer is correct.
+    """
 
     decisions: int
     escalated: int
@@ -818,7 +825,7 @@ class Ended:
 
     @classmethod
     def of(cls, gate: WatchedGate, outcomes: Sequence[Outcome], rate: float) -> Ended:
-        """Count the decisions and the answers of a run."""
+        """Summarise a run from the decisions of its gate and from its answers."""
         worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
         return cls(
@@ -835,7 +842,7 @@ class Ended:
 
 
 def study_small_runs(options: Options) -> list[Table]:
-    """Run every size, order, rate and seed with each gate in turn.
+    """Run every combination of size, order, rate and seed with each gate in turn.
 
     Finished runs stay on disk and do not run again.
     """
@@ -1012,9 +1019,9 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
 
 
 def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
-    """Return each problem's accuracy for a run in which this share of chunks escalated.
+    """Return each problem's accuracy in a run whose realised rate would be `share`.
 
-    The accuracy is interpolated between the two runs whose realised rates are nearest.
+    The accuracy is interpolated linearly between the two runs whose realised rates are nearest.
     """
     nearest = sorted(runs, key=lambda run: abs(run.share - share))[:2]
     low, high = sorted(nearest, key=lambda run: run.share)
@@ -1023,14 +1030,16 @@ def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
 
 
 def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
-    """Return the accuracy of the second run minus the accuracy of the first run."""
+    """Return the mean accuracy of the second runs minus that of the first runs, paired by problem,
+    with its interval.
+    """
     pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
     return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
-    """Return two numbers of a gate: the root mean square error of its realised rate, and the mean
-    share of the worst chunks that escalated.
+    """Return the root mean square error of the realised rate over runs, and the mean share of the
+    worst chunks that escalated.
     """
     if not runs:
         return None, None

@@ -95,11 +95,7 @@ class Calibrator:
         return escalate
 
     def _coin(self, score: float, problem: str, turn: int, sample: int) -> float:
-        """Return a pseudorandom number in [0, 1), a hash of the seed, the score and the chunk's
-        position.
-
-        A repeated run therefore makes the same decisions.
-        """
+        """Return a pseudorandom number in [0, 1), the same for this chunk in a repeated run."""
         name = f"{self.seed}\x1f{problem}\x1f{turn}\x1f{sample}\x1f{math.log(score)!r}"
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big") * 2.0**-56
 

@@ -96,9 +96,7 @@ _MATRIX = 8192
 
 
 class OutOfTime(Exception):
-    """The error raised when the time limit is reached; the same command continues the study
-    later.
-    """
+    """The error raised when the time limit is reached. The same command continues the study later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ class Lab:
         return self._own_until - time.time()
 
     def begin(self, share: float) -> None:
-        """Give the next part a share of the remaining time."""
+        """Set a time limit for the next part of the study: this share of the remaining time."""
         self._own_until = time.time() + share * (self._until - time.time())
 
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
@@ -208,8 +206,9 @@ class Lab:
             torch.cuda.empty_cache()
 
     def look(self) -> dict[str, Any]:
-        """Describe the device, and measure two upper limits of its speed: memory copies and matrix
-        products.
+        """Describe the device, and measure how fast it copies memory and multiplies matrices.
+
+        Both speeds are upper limits for an engine.
         """
         size, rows = (_COPIED, _MATRIX) if self.is_cuda else (1 << 24, 256)
         source = torch.randn(size // 4, device=self.device)
@@ -233,7 +232,9 @@ _STEP_TOKENS = 2048  # largest number of prompt and chunk tokens in one step
 
 
 class Script:
-    """An inbox that returns all orders at once, and records the time at which each step begins."""
+    """An inbox of a step loop. It returns all requests at once, and records the time at which each
+    step begins.
+    """
 
     def __init__(self, orders: Sequence[SampleRequest | ScoreRequest], first: int) -> None:
         self._orders: list[Command] = [
@@ -242,7 +243,7 @@ class Script:
         self.times: list[float] = []
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all orders, then the order to stop once all orders are done."""
+        """Return all requests. Once they are complete, return the command to close the loop."""
         self.times.append(time.perf_counter())
         orders = self._orders
         self._orders = []
@@ -291,7 +292,7 @@ class RandomModel:
         self._request_id = 0
 
     def drive(self, *rounds: Sequence[SampleRequest | ScoreRequest]) -> list[list[float]]:
-        """Serve rounds one after the other in one loop.
+        """Serve several rounds of requests one after the other in one loop.
 
         Return for each round the times at which its steps began, and the time at which its last
         step ended.
@@ -313,7 +314,7 @@ class RandomModel:
 
 
 def _ignore(report: LoopReport) -> None:
-    """Ignore the replies of the loop, because the study measures only the loop's time."""
+    """Ignore the replies of the loop, because the study needs only the loop's times."""
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -431,8 +432,8 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
         **{s: shape_of_size(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
-        # A kernel is compiled for each data type, width and window. For large models, only one data
-        # type is measured.
+        # A kernel is compiled for each data type, width and window. To save time, only one data
+        # type is measured for large models.
         is_own = config is base
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
             cache = torch.zeros(
@@ -563,8 +564,7 @@ def exactness(lab: Lab) -> None:
 
 ARMS = ("target-only", "atts", "exact", "draft-only")
 RATE = 0.2
-# number of consecutive questions at one number of rollouts, before the study changes to the next
-# number
+# number of consecutive questions that are measured before the number of rollouts changes
 _BLOCK = 6
 
 
@@ -583,7 +583,7 @@ def options(lab: Lab, **changes: Any) -> dict[str, Any]:
 
 
 class _Calls:
-    """Passes the calls of one rollout to an engine, and records nothing.
+    """A wrapper that passes the calls of one rollout to an engine, and records nothing.
 
     The class in `atts.run` records calls, but needs msgspec, which a bare machine lacks.
     """
@@ -651,8 +651,8 @@ class Pair:
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
-        """Solve one question with parallel rollouts; return its results, and the seconds until the
-        vote.
+        """Solve one question with parallel rollouts. Return its results, with the seconds until the
+        vote was known.
         """
         chosen = preset(arm)
         policy = chosen.policy(Policy(samples=samples)).filled(SMALL)
@@ -700,9 +700,9 @@ def _calibrator(samples: int) -> Calibrator:
 
 
 def _by_spelling(answers: Sequence[str]) -> list[int]:
-    """Group equally spelled answers.
+    """Group answers that are spelled alike.
 
-    The embedded models answer with whole numbers, so equal answers have equal spelling.
+    The embedded models answer with whole numbers, so equal answers have the same spelling.
     """
     known: dict[str, int] = {}
     return [known.setdefault(answer.strip(), len(known)) for answer in answers]
@@ -721,7 +721,7 @@ def _stored() -> StoredScores:
 
 
 _PROBLEM_TOKENS = 2048
-"""Room in the cache for each problem, in tokens."""
+"""Number of cache tokens reserved for each problem."""
 
 
 @asynccontextmanager
@@ -793,8 +793,8 @@ _WAYS: Mapping[str, dict[str, Any]] = {
 
 
 def speculation_cells(lab: Lab, draft: str, target: str) -> None:
-    """Measure the target alone with every kind of speculation and without, at several numbers of
-    rollouts.
+    """Measure how fast the target alone writes, without speculation and with each kind of
+    speculation, at several numbers of rollouts.
     """
     for way, changes in _WAYS.items():
         cells = {
@@ -836,7 +836,9 @@ async def _write_all(
 async def _round(
     engine: LocalEngine, prompt: TokenIds, count: int, seed: int, tokens: int
 ) -> tuple[int, float]:
-    """Return the tokens and the seconds of several rollouts on one question."""
+    """Return the number of tokens that several rollouts of one question wrote, and the seconds they
+    took.
+    """
     seeds = [Seed(seed, sample=n) for n in range(count)]
     requests = [
         SampleRequest(prompt, tokens, Sampling(0.7), one, rollout=str(one.sample)) for one in seeds
@@ -853,7 +855,7 @@ def tables(lab: Lab) -> list[Table]:
 
 
 def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the end of the name and the value of each finished cell of a kind."""
+    """Yield every finished cell of one kind: the other parts of its name, and its value."""
     for name, value in lab.parts.items():
         first, *rest = name.split(" | ")
         if first == kind and value:
@@ -1018,8 +1020,9 @@ def _arm(
 
 
 def _times(base: Sequence[float], own: Sequence[float]) -> str:
-    """Return the ratio of total seconds, with an interval for a ratio of means (Fieller's method,
-    to first order).
+    """Return the ratio of the total seconds in `base` to those in `own`, with its 95 % interval.
+
+    The interval is that of a ratio of means (Fieller's method, to first order).
     """
     if not own:
         return "-"
@@ -1076,7 +1079,7 @@ Job = Callable[[Lab], None]
 
 
 def rates(lab: Lab, size: str) -> None:
-    """Measure writing and scoring of a model with random weights, with and without graphs."""
+    """Measure how fast a model with random weights writes and scores, with and without CUDA graphs."""
     _rates(lab, size, "auto", {"decode": decoding, "score": scoring})
     lab.clear()
     _rates(lab, size, "off", {"decode": decoding})
@@ -1162,8 +1165,8 @@ def run(
 
 
 def _told(lab: Lab, name: str, trouble: str) -> None:
-    """Record why a job failed, or "" if the job works; print the reason unless it was printed
-    before.
+    """Record why a job failed, or "" if the job works. Print the reason unless it is already
+    recorded.
     """
     if lab.parts.get(f"trouble | {name}", "") != trouble:
         lab.parts.keep(f"trouble | {name}", trouble)

@@ -34,8 +34,8 @@ from atts.evaluators.verdict import Undecided
 from scripts.studies.harness import Options, Row, Table, rows_of, say
 from tests.evaluators.mutants import BUILT_IN, mutants
 
-# limit of wall time for one pair, in seconds; a timer of CPU time would make `process_time` less
-# precise
+# limit of wall time for one pair, in seconds; a limit of CPU time would need a timer that makes
+# `process_time` less precise
 _PATIENCE = 10.0
 _BLIND = Path(__file__).resolve().parents[2] / "tests" / "evaluators" / "blind_pairs.jsonl"
 T = TypeVar("T")
@@ -124,8 +124,8 @@ def _sympy() -> Check:
 
 
 def _minerva() -> Check:
-    """Return the check of lm-eval's Minerva task: the check normalises both texts, then simplifies
-    the difference of the texts.
+    """Return the check of lm-eval's Minerva task. It normalises both answers, then simplifies their
+    difference.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("datasets")
@@ -200,8 +200,8 @@ def _give_up(number: int, frame: object) -> None:
 
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
-    """Run every installed checker on every pair, one after another, so that background load slows
-    all checkers equally.
+    """Run every installed checker on one pair of answers after another, so that background load
+    slows all checkers equally.
     """
     scores = dict[str, Score]()
     for checker, make in _CHECKERS.items():
@@ -319,7 +319,7 @@ _MARK = "a test generates the tables again if the pairs are available.\n"
 
 
 def document() -> str | None:
-    """Return the page of disputed pairs, or None if the pairs are not available."""
+    """Return the text of the page of disputed pairs, or None if the pairs are not available."""
     rows = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] != "core"]
     if not rows:
         return None
@@ -378,7 +378,7 @@ def main() -> None:
     TARGET.write_text(text, encoding="utf-8")
 
 
-# a module, class or table, the name to replace in it, and the replacement
+# one replacement: a module, class or table, the name to replace in it, and the new value
 Switch = tuple[Any, str, Any]
 
 
@@ -395,7 +395,7 @@ def _nothing(*_: object) -> None:
 
 
 def _function_switches(*names: str) -> list[Switch]:
-    """Return switches that make the checker of atts treat these functions as undecided."""
+    """Return replacements that make the checker of atts treat these functions as undecided."""
     tables = (evaluation.FUNCTIONS, evaluation.EXACT)
     return [
         (table, name, _undecided_function(table))
@@ -435,7 +435,7 @@ RULES: dict[str, list[Switch]] = {
     "classes such as 8k+3": [(views, "progression", _nothing)],
     "dots written out": [(views, "with_terms", _first)],
 }
-"""Rules of atts that sympy might replace, with the switches that disable each rule."""
+"""Rules of atts that sympy might replace, each with the replacements that disable it."""
 
 
 @contextmanager
@@ -453,9 +453,9 @@ def switched_off(switches: Sequence[Switch]) -> Generator[None]:
 
 
 def rules_off(pairs: Sequence[Pair]) -> Table:
-    """Check every pair again with one rule switched off, for each rule in turn.
+    """For each rule in turn, check all pairs again with this rule switched off.
 
-    If no remaining rule decides a pair, sympy checks the pair.
+    If none of the other rules decides a pair, sympy checks it.
     """
     before = [equivalent(pair.gold, pair.answer).status for pair in pairs]
     rows = list[Row]()

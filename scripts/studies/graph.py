@@ -97,8 +97,8 @@ def conserved() -> list[Table]:
 def lower_bound(timing: Timing) -> float:
     """Return a lower bound, in seconds, for any schedule on these slots.
 
-    The bound is the work of the most loaded engine, or the longest chain of calls if this is
-    greater.
+    The bound is the busy time of the most loaded engine divided by its slots, or the longest chain
+    of calls if that takes longer.
     """
     return max(
         timing.critical_path.seconds,
@@ -154,7 +154,7 @@ IN_FLIGHT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A problem that has only a name."""
+    """A problem that has nothing but a name."""
 
     id: str
 
@@ -343,8 +343,10 @@ async def _journalled(load: Load, folder: Path) -> None:
         await with_graph(load, record)
 
 
-_NOISE = 0.02  # memory and objects count as flat if they rise by at most this share
-# number of warm-up runs: every kind of run has then had every set of problems, so caches are full
+# memory and the number of objects count as constant if they rise by at most this share
+_NOISE = 0.02
+# number of warm-up runs; after these, each kind of run has had each set of problems, so the caches
+# are full
 _WARM_UP = 30
 
 
@@ -432,8 +434,8 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 def _is_flat(name: str, first: float, last: float) -> bool:
     """Return whether a resource does not grow.
 
-    The number of worker threads may rise by one and other counts must not rise. Memory and objects
-    may rise by as much as noise.
+    The number of threads may rise by one, and memory and Python objects by the noise. All other
+    counts must not rise.
     """
     if name.startswith(("memory", "Python")):
         return last - first <= _NOISE * first
@@ -462,8 +464,8 @@ def _episodes(tally: Tally) -> Table:
 
 
 def study_crash(options: Options) -> list[Table]:
-    """Kill each run ten times; the function `crash` raises an error if a resumed run changed or
-    repeated a recorded result.
+    """Kill each run up to ten times. The function `crash` raises an error if a resumed run changed
+    a recorded result or computed it again.
     """
     kills = options.pick(20, 60, 200)
     rows: list[Row] = []

@@ -42,11 +42,12 @@ class Machine:
     # microseconds of one pass of an event loop, the least cost of any engine call
     loop_microseconds: float
     software: str
-    # hash of the embedded models' weights, because numbers of another pair are not comparable
+    # hash of the embedded models' weights; results of pairs with different hashes are not
+    # comparable
     pair: str = ""
 
     def words(self) -> tuple[str, ...]:
-        """Return the facts as lines."""
+        """Return the machine's facts as lines of text."""
         return (
             f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB; load "
             f"{self.load:.1f} at the start",
@@ -151,9 +152,9 @@ def pair_mark() -> str:
 
 
 def pair_name() -> str:
-    """Return the hash of the embedded pair for a file's name.
+    """Return the hash of the embedded pair in a form for file names.
 
-    The hash is needed because the measurements of each pair have their own file.
+    Every pair keeps its measurements in its own file.
     """
     return pair_mark().replace(", ", "-").replace(" ", "-")
 
@@ -187,10 +188,10 @@ def _loop_seconds(count: int = 2000) -> float:
 
 
 class Parts(dict[str, Any]):
-    """Finished values of a study by name; with a file, they are also kept on disk.
+    """The finished results of a study, keyed by name.
 
-    If a file is given, the values include those that earlier sessions and other processes wrote to
-    the file.
+    If a file is given, every result is also written to it. The results then include those that
+    earlier sessions and other processes wrote to this file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -201,7 +202,7 @@ class Parts(dict[str, Any]):
                 self._recall(line)
 
     def keep(self, name: str, value: Any) -> None:
-        """Write a finished part to disk immediately.
+        """Write a finished result to disk immediately.
 
         `value` is plain JSON.
         """
@@ -216,7 +217,7 @@ class Parts(dict[str, Any]):
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
-        """Delete all parts, also those on disk."""
+        """Delete all results, in memory and on disk."""
         self.clear()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -251,7 +252,7 @@ class Options:
     out: Path | None = None
 
     def pick(self, quick: T, default: T, full: T) -> T:
-        """Return the value that is given for this effort."""
+        """Return the argument that belongs to the effort of this run."""
         return {"quick": quick, "default": default, "full": full}[self.effort]
 
     def file(self, name: str) -> Path | None:
@@ -290,8 +291,8 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
     chart: Chart | None = None  # chart drawn from the cells of this table
-    # what the Markdown page shows: the table's rows, or only its chart; the JSON file has
-    # everything
+    # what the Markdown page shows: the table's rows, or only its chart; the JSON file always has
+    # both
     shown: Literal["rows", "chart only"] = "rows"
     headline: str = ""  # sentence for the summary in BENCHMARKS.md
 
@@ -348,7 +349,7 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def times(factor: float) -> str:
-    """Return a factor as text with two digits."""
+    """Return a factor with two digits, such as "1.5x"."""
     return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
 
 
@@ -395,7 +396,7 @@ def interleaved(
     arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1
 ) -> dict[str, list[float]]:
     """Measure every arm `repeats` times in the order A B B A, so that slow changes of the machine
-    affect all arms alike.
+    affect all arms equally.
     """
     values: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(-warmup, repeats):
@@ -407,19 +408,19 @@ def interleaved(
 
 
 def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    """Return the spread of the ratios over/under, one ratio per round."""
+    """Return the spread of the ratios `over` / `under`, with one ratio per round."""
     return Spread.of([a / b for a, b in zip(values[over], values[under], strict=True)])
 
 
 def beside_best(
     values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str
 ) -> tuple[list[str], Spread]:
-    """Return the best of the named arms, and the spread of its times divided by another arm's
-    times.
+    """Return the best of the named arms, and the spread of its times divided by those of another
+    arm.
 
-    The best arm is chosen in half of the rounds and compared in the other half; then the halves
-    change roles. If one set of rounds were used to choose and to compare, the best of several equal
-    arms would look better than it is.
+    The best arm is chosen on half of the rounds, and its times are compared in the other half. Then
+    the halves are swapped. If the same rounds were used to choose and to compare, the best of
+    several equal arms would look better than it is.
     """
     found = list[str]()
     ratios = list[float]()

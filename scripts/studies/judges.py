@@ -55,19 +55,21 @@ from atts.pipelines.judging import RATING
 from atts.sampling import Seed
 from scripts.studies.harness import Chart, Options, Row, Table, rows_of, say, traces
 
-RECORDING = """Record a bank of rollouts of a real pair: the draft's, scored by the target, and what takeovers
-change.
+RECORDING = """Record a bank of rollouts of a real pair, and measure what takeovers change.
 
-Each problem brings `SAMPLES` rollouts of the draft with the log-probabilities of both models and the
-draft's entropies, `TARGET_SAMPLES` rollouts of the target alone, the target's verdict on every
-finished rollout of the draft, and experiments on some of its chunks: the draft finishes the rollout `CONTINUATIONS` times
-after its own chunk, and as often after the target's chunk in its place. The share of correct
-answers after the second less that after the first is the measured advantage of a takeover there.
+For each problem, the bank has `SAMPLES` rollouts of the draft, with the log-probabilities of both
+models and the draft's entropies. It also has `TARGET_SAMPLES` rollouts of the target alone, and the
+target's verdict on every finished rollout of the draft.
 
-The bank is a file of JSON lines outside the repository. It is written problem by problem, and the
-same command continues where it ended. It also adds what complete problems lack, because an earlier
-version did not record it or because they were recorded with `--rollouts-only`: the rollouts of both
-models, which comparisons of cascades need, and no score or takeover.
+At some chunks of each problem, the bank has an experiment. The draft finishes the rollout
+`CONTINUATIONS` times after its own chunk, and as many times after a chunk that the target wrote in
+its place. The share of correct answers in the second case, minus the share in the first case, is the
+measured advantage of a takeover. The target also finishes the rollout `FINISHED_BY_TARGET` times.
+
+The bank is a file of JSON lines outside the repository. Each problem is saved when it is complete,
+and the same command continues the recording. With `--rollouts-only`, only the rollouts of both
+models are recorded, which is enough to compare cascades. A later run without this option adds the
+scores and takeovers that are missing, and whatever an earlier version did not record.
 """
 
 SAMPLES = 8
@@ -112,8 +114,8 @@ def problems() -> list[Problem]:
 
 
 def split(names: Sequence[str]) -> Split:
-    """Deal problems to the development half and the confirmation half, two at a time, so that both
-    halves have both sources.
+    """Divide problems between the development half and the confirmation half, two at a time, so
+    that both halves contain both sources.
     """
     development = tuple(name for index, name in enumerate(names) if index % 4 < 2)
     confirmation = tuple(name for index, name in enumerate(names) if index % 4 >= 2)
@@ -134,7 +136,7 @@ class Recorder:
         self._system = Policy().system
 
     def prompt(self, problem: Problem) -> TokenIds:
-        """Return the ids of the problem, ending where the answer begins."""
+        """Return the token ids of the problem's prompt, up to the place where the answer begins."""
         return self.draft.tokenizer.render(
             [Message("system", self._system), Message("user", problem.text)]
         )
@@ -153,7 +155,7 @@ class Recorder:
     async def missing(
         self, problem: Problem, recorded: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the kinds of records that a problem still lacks."""
+        """Make the records that a problem still lacks, and return them."""
         prompt = self.prompt(problem)
         drafts = [one for one in recorded if one["kind"] == "draft"]
         before = [one for one in recorded if one["kind"] == "takeover"]
@@ -168,7 +170,9 @@ class Recorder:
     async def readings(
         self, problem: Problem, prompt: TokenIds, rollout: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the readings of a finished rollout by both models that its record still lacks."""
+        """Compute the fields that the record of a finished draft rollout still lacks, with both
+        models.
+        """
         ids = tuple(rollout["ids"])
         fields: dict[str, Any] = {}
         if "chunk_texts" not in rollout:
@@ -259,8 +263,8 @@ class Recorder:
         }
 
     async def asked(self, problem: Problem, text: str, question: str) -> list[float]:
-        """Return the log-odds of the target's "Yes" against its "No", for both orders in which a
-        prompt can offer these choices.
+        """Return how strongly the target prefers "Yes" to "No", as log-odds: once for each order in
+        which the question offers these two words.
         """
         odds: list[float] = []
         for first, second in ORDERS:
@@ -281,7 +285,7 @@ class Recorder:
         return odds
 
     async def rating(self, ids: TokenIds) -> list[float]:
-        """Return the target's log-probabilities of the ratings 0 to 9 as the token after these
+        """Return the target's log-probability of each rating, 0 to 9, as the next token after these
         ids.
         """
         prefix = ids + self.target.tokenizer.encode(RATING)
@@ -310,7 +314,7 @@ class Recorder:
     async def experiment(
         self, problem: Problem, prompt: TokenIds, rollout: dict[str, Any], index: int
     ) -> dict[str, Any]:
-        """Measure the effect of a takeover by the target at one chunk."""
+        """Measure how a takeover by the target at one chunk changes the share of correct answers."""
         ends = rollout["chunks"]
         begin = ends[index - 1] if index else 0
         ids = tuple(rollout["ids"])
@@ -357,7 +361,9 @@ class Recorder:
         stream: int,
         attempt: int,
     ) -> dict[str, Any]:
-        """Let the given model finish a begun rollout, and return the outcome."""
+        """Let the given model finish a rollout that begins with these tokens, and return the
+        outcome.
+        """
         ends = self.draft.spec.end_ids
         text_ids = begun
         tokens = 0
@@ -384,13 +390,13 @@ def places(
 ) -> list[tuple[dict[str, Any], int]]:
     """Return the chunks at which takeovers are measured.
 
-    The chunks are drawn with the problem's name as the seed. The last chunk of a rollout is never
-    drawn. With a larger `count`, the chunks of a smaller `count` are drawn too.
+    The chunks are chosen at random, with the problem's name as the seed, and never the last chunk
+    of a rollout. A larger `count` adds chunks to those of a smaller `count`.
     """
     left = [(rollout, index) for rollout in rollouts for index in range(len(rollout["chunks"]) - 1)]
     chosen: list[tuple[dict[str, Any], int]] = []
     for number in range(min(count, len(left))):
-        # the first key has no number, as in banks with one experiment per problem
+        # the seed of the first chunk has no number, as in banks with one experiment per problem
         place = random.Random(f"place {name}" + f" {number}" * (number > 0)).choice(left)
         left.remove(place)
         chosen.append(place)
@@ -451,7 +457,9 @@ async def record_all(
     wanted: Sequence[Problem],
     recorded: Mapping[str, Sequence[dict[str, Any]]],
 ) -> None:
-    """Record what these problems lack, `PROBLEMS_AT_ONCE` of them at a time."""
+    """Record what each of these problems lacks. At most `PROBLEMS_AT_ONCE` problems are recorded at
+    the same time.
+    """
     limiter = anyio.CapacityLimiter(PROBLEMS_AT_ONCE)
     number = 0
 
@@ -499,8 +507,8 @@ def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_everything(records: Sequence[dict[str, Any]], experiments: int) -> bool:
-    """Return whether a problem has all readings, and as many takeover experiments as its chunks
-    allow.
+    """Return whether a problem has all fields of its rollouts, and as many takeover experiments as
+    its chunks allow.
     """
     drafts = [one for one in records if one["kind"] == "draft"]
     takeovers = [one for one in records if one["kind"] == "takeover"]
@@ -593,11 +601,11 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
-# number of the first problems of both halves, which were examined while this study was written
+# number of problems at the start of the bank; these were examined while this study was written
 LOOKED_AT = 12
-LEAST_JUDGED = 10  # least number of problems with takeovers on which a judge is fitted
-# number of the first problems, on which the cascade was chosen before any later problem was
-# recorded
+LEAST_JUDGED = 10  # a judge is fitted only if at least this many problems have takeovers
+# number of problems at the start of the bank; the cascade was chosen on these, before later
+# problems were recorded
 CHOSEN_ON = 60
 
 
@@ -610,9 +618,9 @@ class Chunk:
     draft: Sequence[float]
     target: Sequence[float]
     text_bytes: int
-    # log-probabilities that the draft gives the tokens; older banks lack them
+    # entropy of the draft's distribution at each token; older banks lack entropies
     entropies: Sequence[float] = ()
-    # mean log-probability of the previous chunk; for a first chunk, the mean of the chunk itself
+    # mean entropy of the previous chunk; for a first chunk, its own mean entropy
     entropy_before: float = math.nan
 
 
@@ -694,11 +702,13 @@ CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
     "length": lambda chunk: float(len(chunk.draft)),
     "position": lambda chunk: float(chunk.index),
 }
-"""Scores of a chunk that need only data recorded of every chunk; a higher score is worse."""
+"""Scores that need only data that a bank has for every chunk; a higher score is worse."""
 
 
 def chunk_scores(problems: Iterable[BankProblem]) -> Mapping[str, Callable[[Chunk], float]]:
-    """Return the scores of a chunk that can be computed from a bank; older banks have no entropies."""
+    """Return the scores that can be computed for the chunks of this bank. Older banks have no
+    entropies.
+    """
     has_entropies = all("draft_entropies" in one for problem in problems for one in problem.drafts)
     return {
         name: score
@@ -713,7 +723,9 @@ def worst(rollout: Mapping[str, Any], score: Callable[[Chunk], float]) -> float:
 
 
 def labels_of(problem: BankProblem, rollouts: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """Return the class of each rollout's answer, or None for a rollout without an answer."""
+    """Return the number of each rollout's group of equal answers, or None for a rollout without an
+    answer.
+    """
     answers = [rollout["answer"] for rollout in rollouts]
     given = [answer for answer in answers if answer is not None]
     classes = iter(group(given)) if given else iter(())
@@ -845,7 +857,7 @@ def agreement_at_step(problem: BankProblem, rollout: Mapping[str, Any], index: i
 
 
 def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
-    """Return every score of every draft rollout of a problem; higher is worse."""
+    """Return every score for all draft rollouts of a problem; a higher score is worse."""
     scores: dict[str, list[float]] = {}
     for name, score in chunk_scores([problem]).items():
         scores[f"{name}; worst chunk"] = [worst(one, score) for one in problem.drafts]
@@ -925,7 +937,7 @@ def rollouts_table(problems: Sequence[BankProblem], title: str = ROLLOUTS_TITLE)
 
 
 def takeover_scores(problem: BankProblem, takeover: Mapping[str, Any]) -> dict[str, float]:
-    """Return every score of the chunk at which a takeover was measured; higher is worse."""
+    """Return every score for the chunk at which a takeover was measured; a higher score is worse."""
     rollout = next(one for one in problem.drafts if one["sample"] == takeover["sample"])
     chunk = chunks_of(rollout)[takeover["chunk"]]
     scores = {name: score(chunk) for name, score in chunk_scores([problem]).items()}
@@ -960,8 +972,8 @@ def advantage(takeover: Mapping[str, Any]) -> float:
 
 
 def finishing_advantage(takeover: Mapping[str, Any]) -> float:
-    """Return the gain in the share of correct answers if the target finishes the rollout instead of
-    the draft.
+    """Return how much the share of correct answers rises if the target finishes the rollout,
+    instead of the draft.
     """
     finished = _mean([float(one["correct"]) for one in takeover["finished_by_target"]])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
@@ -969,8 +981,8 @@ def finishing_advantage(takeover: Mapping[str, Any]) -> float:
 
 
 def replacing_advantage(problem: BankProblem, takeover: Mapping[str, Any]) -> float:
-    """Return the gain in the share of correct answers if a fresh target rollout replaces the
-    draft's rollout.
+    """Return the gain in the share of correct answers if a rollout that the target writes alone
+    replaces the draft's rollout.
     """
     fresh = _mean([float(one["correct"]) for one in problem.targets])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
@@ -978,7 +990,7 @@ def replacing_advantage(problem: BankProblem, takeover: Mapping[str, Any]) -> fl
 
 
 def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
-    """Return the mean gain of takeovers at chunks that were drawn without regard to their scores."""
+    """Return the mean gain of takeovers at randomly chosen chunks, whatever their scores."""
     takeovers = [takeover for problem in problems for takeover in problem.takeovers]
     written = _mean([float(one["rewritten_tokens"]) for one in takeovers])
     finished = _mean(
@@ -1022,7 +1034,8 @@ def takeovers_table(
 ) -> Table:
     """Return the table of how well each score predicts the measured advantage of a takeover.
 
-    The learned judge is cross-validated, or fitted on other problems if they are given.
+    The learned judge is fitted on other problems if these are given, and is cross-validated
+    otherwise.
     """
     measured = [(problem, takeover) for problem in problems for takeover in problem.takeovers]
     gains = np.array([advantage(takeover) for _, takeover in measured])
@@ -1098,8 +1111,8 @@ def learned(
 def _examples(measured: Sequence[Measured], gain: Callable[[Mapping[str, Any]], float]) -> Examples:
     """Return the features and gains from which a judge learns.
 
-    The features are those of score.kind learned, and what the target and the draft said of the
-    chunk when they were asked.
+    The features are those of the score `learned`, and the answers of the target and the draft when
+    they were asked about the chunk.
     """
     rows: list[list[float]] = []
     for problem, takeover in measured:
@@ -1155,8 +1168,8 @@ class Arm:
 def cascade_arms(
     problems: Sequence[BankProblem], drafts: int, targets: int, rates: Sequence[float] = RATES
 ) -> list[Arm]:
-    """Return cascades that escalate by agreement, at several rates, each followed by a coin at the
-    same rate.
+    """Return cascades that escalate the problems with the least agreement, at several rates, each
+    followed by a coin at the same rate.
 
     As in `method=cascade`, the rollouts of draft and target vote together with equal weights.
     """
@@ -1201,10 +1214,10 @@ def cascade_arms(
 
 
 def _escalated(scores: Floats, rate: float) -> Floats:
-    """Return for each problem the probability that it is among the share `rate` of problems with
+    """Return for each problem the probability that it belongs to the share `rate` of problems with
     the worst scores.
 
-    Ties are broken at random.
+    Problems with equal scores are chosen at random.
     """
     wanted = rate * len(scores)
     chances = np.zeros(len(scores))
@@ -1219,7 +1232,9 @@ def _escalated(scores: Floats, rate: float) -> Floats:
 
 
 def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
-    """Return the arm in which one model writes the given number of rollouts, which vote."""
+    """Return the arm in which one model alone writes the given number of rollouts, and these
+    rollouts vote.
+    """
     right: list[float] = []
     tokens: list[float] = []
     for problem in problems:
@@ -1240,7 +1255,7 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
 
 
 def _at_equal_tokens(arm: Arm, coin: Arm, kept: Arm, rows: Rows) -> float:
-    """Return the gain in accuracy of a cascade over a coin that spends the same number of target
+    """Return how much more accurate a cascade is than a coin that spends the same number of target
     tokens.
     """
     more = arm.target_tokens[rows].mean() / coin.target_tokens[rows].mean()
@@ -1295,17 +1310,17 @@ def cascade_table(
 
 
 def simulated(draft: float, target: float, count: int = 400, seed: int = 0) -> list[BankProblem]:
-    """Return simulated problems on which agreement is informative: the answers of unsure drafts
-    spread over five values.
+    """Return simulated problems on which agreement is informative: if a draft is unsure, its
+    answers spread over five values.
 
     `draft` and `target` are the mean accuracies of single rollouts. As in real pairs, both models
-    find the same problems hard; a problem's accuracies lie between 0 and 1.
+    find the same problems hard. Each problem has its own accuracy between 0 and 1.
     """
     random = np.random.default_rng(seed)
     problems: list[BankProblem] = []
     for index in range(count):
         ease = random.random()
-        # with this exponent, the mean accuracy of the simulated problems is the requested one
+        # this exponent gives the simulated problems the requested mean accuracy
         chances = [ease ** (1 / share - 1) for share in (draft, target)]
         rollouts: list[list[dict[str, Any]]] = []
         for chance, number in zip(chances, (8, 4), strict=True):
@@ -1331,12 +1346,13 @@ def simulated_classes() -> list[Table]:
 
 
 def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
-    """Compare the cascade, which has two classes of problems, with rules that use other classes, at
-    equal numbers of target rollouts.
+    """Compare the cascade with rules that divide the problems into other classes, at equal numbers
+    of target rollouts.
 
-    In the cascade, problems with enough agreement stop, and all other problems get four target
-    rollouts, which vote with the draft's rollouts. Each arm below changes one of these rules. The
-    rate of each arm is set such that the target writes as many rollouts as in the cascade.
+    The cascade has two classes. Problems with enough agreement stop, and all other problems get
+    four target rollouts, which vote with the draft's rollouts. Each other arm changes one of these
+    rules. The rate of each arm is set such that the target writes as many rollouts as in the
+    cascade.
     """
     two = cascade_arms(problems, 4, 4, [rate])[0]
     arms = [
@@ -1380,15 +1396,15 @@ def of_run(run: RecordedRun) -> dict[str, BankProblem]:
 
 
 def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]:
-    """Return the draft's vote, a live cascade, its coin, the cascade with random ties, and the
-    target's vote.
+    """Return five arms: the draft's vote, a live cascade, its coin, the cascade with random ties,
+    and the target's vote.
 
-    The rollouts of many problems agree equally little, so the run escalated some of these problems
-    by chance. The cascade with random ties is the mean over all such choices.
+    Agreement is equally low on many problems, so chance decided which of these problems the run
+    escalated. The cascade with random ties is the mean over all such choices.
 
-    `targets` are runs of the target alone on the problems that the cascade did not escalate. These
-    runs have the target's rollouts that a coin would have used. If two of these runs have the same
-    problem, the last run counts.
+    `targets` are runs of the target alone on the problems that the cascade did not escalate. They
+    provide the target's rollouts that a coin would have used. If several of these runs have the
+    same problem, the last one counts.
     """
     escalated = {
         decision.decision.question for decision in cascade.decisions() if decision.decision.escalate
@@ -1453,9 +1469,7 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
 
 
 def _row_of(arm: Arm, *gains: str) -> Row:
-    """Return the table's row of an arm: its accuracy, the given gains, and its tokens per
-    problem.
-    """
+    """Return an arm's row of the table: its accuracy, the given gains, and its tokens per problem."""
     return (
         arm.name,
         arm.rollouts,
@@ -1501,10 +1515,10 @@ def _target_alone(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return a cascade with three classes.
+    """Return a cascade with three classes of problems.
 
-    The worst problems get four target rollouts, and the next worst problems get one. A third of the
-    target's rollouts goes to the problems with one rollout.
+    The problems with the least agreement get four target rollouts, the next ones get one, and all
+    others get none. A third of the target's rollouts goes to the problems that get one.
     """
     scores = _disagreements(problems, 4)
     four = rate * 2 / 3
@@ -1522,8 +1536,10 @@ def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def _more_drafts_first(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return a cascade that gives the half of the problems with less agreement four more draft
-    rollouts before it judges this half.
+    """Return a cascade that first asks for more draft rollouts.
+
+    The half of the problems with less agreement gets four more draft rollouts. Then the cascade
+    decides which problems of this half to escalate.
     """
     doubted = _escalated(_disagreements(problems, 4), 0.5)
     # problems with enough agreement stop, so only the half with more draft rollouts can be
@@ -1562,7 +1578,8 @@ def bank_tables() -> list[Table]:
         )
         return []
     parts = json.loads((folder / "split.json").read_text(encoding="utf-8"))
-    # problems end in any order; banks of earlier versions were recorded in the order of the list
+    # problems are saved in the order in which they were complete; banks of earlier versions used
+    # the order of the list
     order = parts.get("order", [problem.name for problem in whole])
     whole.sort(key=lambda problem: order.index(problem.name))
     first = [problem for problem in whole if problem.name in order[:CHOSEN_ON]]

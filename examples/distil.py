@@ -140,7 +140,7 @@ def round_trip(
 ) -> tuple[Found, Found]:
     """Return the measurements before and after training the draft on an export.
 
-    Training uses the even-numbered problems, and the measurements use the odd-numbered ones.
+    Every second problem is used for training, and the others for the measurements.
     """
     torch.manual_seed(seed)
     kind: Any = AutoModelForCausalLM

@@ -453,7 +453,7 @@ def switched_off(switches: Sequence[Switch]) -> Generator[None]:
 
 
 def rules_off(pairs: Sequence[Pair]) -> Table:
-    """For each rule in turn, check all pairs again with this rule switched off.
+    """Check all pairs again with one rule of atts switched off, for each rule in turn.
 
     If none of the other rules decides a pair, sympy checks it.
     """

@@ -59,7 +59,7 @@ def opened(folder: Path) -> Any:
 
 
 def random_model(dtype: torch.dtype, **sizes: Any) -> Any:
-    """Make a Llama with random weights that never ends a text.
+    """Make a Llama with random weights and no end token, so that it never ends a text.
 
     The names of `sizes` are those of LlamaConfig.
     """
@@ -117,8 +117,9 @@ class Subject:
 
     @property
     def attention(self) -> int:
-        """Return the number of features in a token's queries, summed over all layers; the cost of
-        attention is proportional to it.
+        """Return the number of features in a token's queries, summed over all layers.
+
+        The cost of attention is proportional to this number.
         """
         return self.config.num_layers * self.config.num_heads * self.config.head_dim
 
@@ -227,7 +228,10 @@ async def written(
     seed: int,
     options: LocalOptions = _ONE_THREAD,
 ) -> list[tuple[SampleRequest, TokenIds]]:
-    """Return the answers of one model alone."""
+    """Return a request for each question, with the tokens that one model writes in reply.
+
+    No other engine is open at the same time.
+    """
     async with LocalEngine(folder, options=options) as engine:
         requests = asked(engine, questions, tokens, seed)
         return list(zip(requests, await texts(engine, requests), strict=True))
@@ -401,8 +405,10 @@ def _memory_bytes(subject: Subject, batch: int) -> float:
 
 
 def _memory_traffic(size: int = 1 << 26) -> float:
-    """Return the highest rate, in bytes per second, at which one core copies data that does not
-    fit in its caches.
+    """Return how fast one core copies data that does not fit in its caches, in bytes read and
+    written per second.
+
+    The fastest of several copies counts.
     """
     source = torch.zeros(size // 4)
     copied = torch.empty_like(source)
@@ -428,7 +434,9 @@ def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Ta
 
 
 def _operations(subject: Subject) -> int:
-    """Count the torch operations of one step of transformers, without nested ones."""
+    """Count the torch operations of one step of transformers. An operation that another operation
+    calls does not count.
+    """
     ids = torch.tensor(subject.prompts(1, PROMPT))
     with torch.inference_mode():
         cache = subject.theirs(ids, use_cache=True).past_key_values
@@ -537,10 +545,10 @@ def _score_seconds(
 async def _warm_then_timed(
     engine: LocalEngine, warm: list[ScoreRequest], requests: list[ScoreRequest]
 ) -> float:
-    """Return the time of the second batch, measured inside the event loop.
+    """Send the requests in `warm`, then return the CPU seconds of the other requests.
 
-    The time excludes the portal between the threads, because the portal does not belong to the
-    engine.
+    The time is measured inside the event loop, because passing requests between threads is not the
+    engine's work.
     """
     await send_all(engine, warm)
     began = time.process_time()
@@ -549,8 +557,9 @@ async def _warm_then_timed(
 
 
 def warm_prefix(lab: Lab, subject: Subject) -> Table:
-    """Measure the scoring of a chunk as the warm prefix grows eightfold, relative to the cost of
-    attention alone.
+    """Measure how long scoring a chunk takes as its cached prefix grows eightfold.
+
+    The times are compared with a cost model in which only attention becomes more expensive.
     """
     prefixes = (128, 256, 512, 1024)
     say("scoring as the prefix grows")
@@ -682,8 +691,9 @@ def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[Score
 def _scored(
     lab: Lab, engine: LocalEngine, chunks: Sequence[ScoreRequest], into: list[float]
 ) -> float:
-    """Score the chunks, and return the CPU seconds. `into` receives each chunk's mean negative log-
-    probability.
+    """Score the chunks, and return the CPU seconds.
+
+    Each chunk's mean negative log-probability is appended to `into`.
     """
     began = time.process_time()
     scores = lab.portal.call(collect, [partial(engine.score, chunk) for chunk in chunks])
@@ -693,8 +703,8 @@ def _scored(
 
 
 def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
-    """Measure draft and target working at the same time, and each engine while its caller runs
-    Python code.
+    """Measure how fast draft and target work at the same time, and how fast each works while its
+    caller runs Python code.
     """
     say("two engines at once, in threads and in processes")
     arms: dict[str, Callable[[], float]] = {}
@@ -725,7 +735,8 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
             rounds = zip(*(seen[name] for name in names), strict=True)
             gain = Spread.of([(first + second) / together for first, second, together in rounds])
             first, second, together = (median[name] for name in names)
-            # if the two cores are independent, both works together take as long as the slower work
+            # on two independent cores, both pieces of work together take as long as the slower
+            # piece
             most = (first + second) / max(first, second)
             pairs.append((worker, other, first, second, together, str(gain), most))
         for name in _ALONE:
@@ -754,7 +765,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
 def _works(
     lab: Lab, subjects: tuple[Subject, Subject], engines: Sequence[LocalEngine]
 ) -> dict[str, Work]:
-    """Return one round of work for each engine; all works take about the same time."""
+    """Return three pieces of work for the engines. Each takes about the same time."""
     seed = lab.options.seed
     tokens = lab.options.pick(48, 96, 96)
     targets = Fresh(subjects[0], 16, seed + 2)
@@ -775,8 +786,10 @@ def _works(
 
 
 def _together(works: list[Work], caller: Literal["waits", "busy"] = "waits") -> float:
-    """Start all work at once, and return the seconds until it is done. With a busy caller, this
-    thread runs Python code at the same time."""
+    """Start all work at once, and return the seconds until it is done.
+
+    With a busy caller, this thread runs Python code meanwhile.
+    """
 
     def run() -> None:
         started = [work() for work in works]
@@ -788,7 +801,7 @@ def _together(works: list[Work], caller: Literal["waits", "busy"] = "waits") -> 
     return wall_seconds(run)
 
 
-# (largest number of weights, (hidden size, layers, heads, key-value heads, features of a head))
+# (largest number of weights, (hidden size, layers, heads, key-value heads, dimension of a head))
 _SHAPES = (
     (10_000_000, (256, 4, 4, 2, 64)),
     (40_000_000, (512, 6, 8, 4, 64)),
@@ -824,7 +837,9 @@ def _shape(size: int) -> tuple[int, int, int, int, int]:
 
 
 def shape_of_size(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelConfig:
-    """Return the shape of a model of `size` weights, with a head for at least this model's tokens."""
+    """Return the shape of a model of `size` weights. Its output matrix has at least as many tokens
+    as that of `model`.
+    """
     hidden, layers, heads, kv_heads, head = _shape(size)
     stack = replace(
         model,
@@ -867,9 +882,11 @@ def noisy(folder: Path, noise: float) -> Path:
 
 
 def padded_folder(folder: Path, words: str) -> Path:
-    """Fill the model in `folder` with zeros to the size in `words`, such as 20M.
+    """Return a copy of the model in `folder`, padded with zeros to the size in `words`, such as
+    20M.
 
-    The model must be of the Llama family, with its weights in one file."""
+    The model must be of the Llama family, with its weights in one file.
+    """
     size = read_size(words)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = load_file(folder / "model.safetensors")
@@ -878,8 +895,8 @@ def padded_folder(folder: Path, words: str) -> Path:
     hidden, layers, *_ = _shape(size)
     assert hidden >= width, "a model is padded to a larger one"
     layers = max(layers, config["num_hidden_layers"])
-    # Heads keep their number of features, on which rotations depend, and their ratio to key-value
-    # heads.
+    # Each head keeps its dimension, because rotary embeddings depend on it. The ratio of query
+    # heads to key-value heads stays the same.
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     kv_heads = max(config["num_key_value_heads"], hidden // head // group)
     heads = kv_heads * group
@@ -897,7 +914,7 @@ def padded_folder(folder: Path, words: str) -> Path:
         "embed_tokens": (config["vocab_size"], hidden),
         "lm_head": (config["vocab_size"], hidden),
     }
-    # the norm's mean of squares now includes the added zeros, so its weights are scaled
+    # the added zeros lower the norm's mean of squares, so the norm's weights are scaled
     scale = math.sqrt(width / hidden)
     grown = dict[str, Tensor]()
     for name, tensor in weights.items():
@@ -930,7 +947,10 @@ def padded_folder(folder: Path, words: str) -> Path:
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Return seeded random matrices and a zero head; each layer is generated when it is read."""
+    """Return random weights, the same in every call, with an output matrix of zeros.
+
+    Each layer is generated when it is read.
+    """
     generator = torch.Generator(device).manual_seed(config.matrix_weights)
     pool = torch.randn(_POOL, generator=generator, device=device).bfloat16().to(dtype)
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -955,7 +975,7 @@ def _filled(pool: Tensor, rows: int, columns: int, start: int) -> Tensor:
 
 
 class _Layers(Sequence[LayerWeights]):
-    """Random layers that all differ, each generated again at every access."""
+    """Random layers, all different. A layer is generated again whenever it is read."""
 
     def __init__(self, config: ModelConfig, pool: Tensor) -> None:
         self._config = config

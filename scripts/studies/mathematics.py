@@ -179,10 +179,10 @@ async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -
 async def _first_scores(
     job: Job, base: Setup, repeat: int, draft: Engine, target: Engine
 ) -> StoredScores:
-    """Return scores of first chunks of the test questions, for calibration as in the published
-    code.
+    """Return the scores of the first chunks of the test questions, for calibration as in the
+    published code.
 
-    Nothing escalates in this pass. Its random numbers differ from those of all arms.
+    No chunk is escalated in this pass. Its random numbers differ from those of all arms.
     """
     policy = replace(base.policy, turns=1, score=ScoreRule("mean"), early_stop="none")
     setup = replace(base, rate=0.0, policy=policy, seed=base.seed + repeat + _CALIBRATION_SEED)
@@ -192,8 +192,8 @@ async def _first_scores(
     if result.status != "finished":
         raise Interrupted(f"calibration: {result.status}, {result.why}")
     scores = scores_of(result)
-    # All arms score the same kind of chunk, so the calibration arms differ only in the number of
-    # turns.
+    # The recorded conditions of the scores are removed. All arms score the same kind of chunk, and
+    # differ from this pass only in the number of turns.
     return replace(scores, fingerprint={})
 
 
@@ -237,10 +237,10 @@ class Measured:
 
     @cached_property
     def accuracies(self) -> Mapping[str, Estimate]:
-        """Return three accuracies: "any" sample of a run correct, its "vote" correct, and "one"
-        single sample correct.
+        """Return three accuracies: whether "any" sample of a run is correct, whether its "vote" is
+        correct, and whether "one" single sample is correct.
 
-        With one sample per problem the three are equal.
+        With one sample per problem, all three are equal.
         """
         found = score(self.graded, ks=(self.size,)).estimates
         names = {"any": f"pass@{self.size}", "vote": f"maj@{self.size}", "one": "pass@1"}
@@ -258,7 +258,7 @@ class Measured:
 
     @property
     def failed(self) -> int:
-        """Count the failed problems, which no rate of this arm includes."""
+        """Count the failed problems. All rates of this arm leave them out."""
         return sum(line.status == "failed" for run in self.runs for line in run.problems)
 
     def speed_ups(self, alone: Measured | None) -> list[float]:

@@ -160,7 +160,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Recorded rollouts by question, and their origin."""
+    """Recorded rollouts, grouped by question, and a description of their origin."""
 
     questions: tuple[tuple[Recorded, ...], ...]
     origin: str
@@ -296,7 +296,7 @@ class TraceLaw:
 
     def __init__(self, library: Library, seed: int = 0, grain: int = 10) -> None:
         self.library = library
-        self.grain = grain  # number of real tokens per id
+        self.grain = grain  # number of real tokens that one id stands for
         self.tokenizer = NoText(grain)
         self._seed = seed
         self._kernel = 1.06 * library.spread * 16 ** (-1 / 5)
@@ -313,9 +313,7 @@ class TraceLaw:
         return [Problem(f"q{number}", f"q{number}", None, "text") for number in range(count)]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """Write the requested number of tokens, or the remaining tokens before the answer if they
-        are fewer.
-        """
+        """Write the requested number of tokens, or fewer if the rollout reaches its answer earlier."""
         needed, recorded = self.rollout(request.seed.problem, request.seed.sample)
         left = needed - self._written(len(request.ids))
         count = min(
@@ -353,14 +351,14 @@ def _classes(answers: Sequence[str]) -> Sequence[int]:
 
 
 ANSWERS = Answers(lambda text: text or None, _classes)
-"""Reader of answers for simulated texts: the whole text is the answer."""
+"""Reader of answers in simulated rollouts: the text of a rollout is its answer."""
 
 
 class Law(Protocol):
     """A source of texts and scores that depend only on the request."""
 
     @property
-    # Number of real tokens per id. With fewer ids, simulating long texts is faster.
+    # Number of real tokens that one id stands for. With fewer ids, simulating long texts is faster.
     def grain(self) -> int: ...
 
     @property
@@ -539,7 +537,7 @@ class BatchedEngine:
         return int(warm) // grain
 
     def _forget(self, work: _Work) -> None:
-        """Wait for a request, and free its place at once if it is cancelled."""
+        """Remove a request that was cancelled, and free its KV tokens at once."""
         if work.state == "waiting":
             self._waiting.remove(work)
         elif work.state == "feeding":
@@ -709,7 +707,7 @@ class Recording:
         self._rows = bytearray()
         self._codes: dict[str, int] = {}
         self._names: list[str] = []
-        # edges of calls that waited for no other call, or for several
+        # for each call that waited for no other call or for several: the calls that it waited for
         self._edges: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, event: object) -> None:

@@ -47,8 +47,8 @@ def rate(marks: Sequence[Sequence[bool]]) -> Estimate:
 def recovery(
     folder: Path, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int
 ) -> Estimate:
-    """Measure how often the model reaches the correct answer after a solution that starts with a
-    wrong chunk.
+    """Measure how often the model reaches the correct answer if it continues a solution whose last
+    chunk is wrong.
     """
     prompts = [prompt(item.text) + begun for item, begun in starts]
     texts = generate(folder, prompts, temperature=temperature, seed=seed)
@@ -62,8 +62,8 @@ def recovery(
 
 
 def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
-    """Return each exercise with a solution that is correct up to a random step and wrong in that
-    step, as in training.
+    """Return each exercise with the start of a solution, as in training: its last chunk is wrong,
+    and the chunks before it are correct.
     """
     random = Random(seed)
     starts: list[tuple[Exercise, str]] = []
@@ -74,7 +74,7 @@ def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise,
 
 
 def drafted_starts(draft: Path, tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
-    """Return the draft's own solutions up to the first wrong chunk, if there is one."""
+    """Return the start of each solution that the draft got wrong, up to its first wrong chunk."""
     texts = generate(draft, [prompt(item.text) for item in tests], temperature=0.7, seed=seed)
     starts: list[tuple[Exercise, str]] = []
     for item, text in zip(tests, texts, strict=True):
@@ -240,8 +240,8 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
 
 @torch.inference_mode()
 def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
-    """Measure for each layer how often the output matrix predicts the same best token from the
-    layer's state as from the last layer's.
+    """Measure for each layer how often its state gives the same most likely token as the last
+    layer's state, under the same output matrix.
     """
     agree = [0] * target.config.num_layers
     tokens = 0

@@ -88,19 +88,20 @@ from scripts.studies.local import noisy, padded_folder
 EXACT_SAMPLES = 8
 BLOCK = 20
 NEAR = 1e-4
-"""Largest distance from the border between two tokens at which rounding may change the drawn token.
+"""If a random number is nearer than this to the border between two tokens' intervals, rounding
+errors may change which token is sampled.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The first position at which two rollouts of one seed differ."""
+    """The first position at which two rollouts with the same seed differ."""
 
     problem: str
     sample: int
     place: int
-    # distance of the uniform number from the border between both tokens; inf if they share no
-    # border
+    # distance of the random number from the border between the intervals of both tokens; inf if the
+    # intervals have no common border
     margin: float
 
 
@@ -135,8 +136,9 @@ async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) 
 
 
 def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Compare the outcomes of one block under both methods, and return the counts of equal and
-    different rollouts.
+    """Compare one block's outcomes under both methods.
+
+    Return the counts of rollouts, equal votes and tokens, and every rollout that differs.
     """
     pairs = [
         pair
@@ -158,7 +160,9 @@ def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> 
 
 
 def _written(line: Rollout) -> tuple[object, ...]:
-    """Return the tokens, the end and the answer of a rollout."""
+    """Return what two equal rollouts have in common: the tokens, how the rollout finished, and the
+    answer.
+    """
     return line.ids("target"), line.finish, line.answer
 
 
@@ -173,11 +177,16 @@ def _flip(mine: Rollout, theirs: Rollout, seed: int) -> Flip:
 
 
 def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
-    """Return the distance of a position's uniform number from the border between two tokens."""
+    """Return how far a position's random number is from the border between the intervals of the
+    given tokens.
+
+    Return inf if the tokens' intervals have no common border.
+    """
     ends = [
         *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
     ]
-    # a position after all turns is that of the end token, which is drawn in the last turn
+    # a position after the tokens of all turns is that of the end token, which is sampled in the
+    # last turn
     at = min(bisect_right(ends, place), len(line.turns)) - 1
     draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
     uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
@@ -198,9 +207,7 @@ def _length(turn: Turn) -> int:
 
 @cache
 def _reference() -> Any:
-    """Load the target in transformers when the first difference between two rollouts needs it, and
-    only once.
-    """
+    """Load the target in transformers. It is loaded only if two rollouts differ, and only once."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -357,7 +364,7 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
 
 
 class Rescoring:
-    """A measurement of scoring alone, in seconds and tokens, on texts that the target has not seen."""
+    """The seconds and tokens of scoring alone, on texts that the target has not processed before."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
@@ -704,7 +711,9 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
 def scores_asked(
     title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str
 ) -> Table:
-    """Tabulate the drafted tokens that the target scored, compared with scoring every chunk."""
+    """Tabulate how many drafted tokens the target scored with each gate, compared with scoring
+    every chunk.
+    """
     alone = ledger.of(base, samples)
     rows: list[Row] = []
     for name in names:
@@ -785,7 +794,7 @@ def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
 
 
 def curve(title: str, found: Mapping[tuple[str, int], Sum], *notes: str) -> Table:
-    """Tabulate accuracy, tokens and time of methods as a limit grows."""
+    """Tabulate how accuracy, tokens and time of each method change as a limit grows."""
     rows: list[Row] = []
     for (method, limit), one in found.items():
         vote = one.estimate(right)
@@ -876,8 +885,8 @@ def main() -> None:
 def table(summaries: dict[str, Summary], rate: float) -> list[str]:
     """Return the lines of the table of all methods.
 
-    The target's tokens have two columns, because their times differ: each decoded token takes a
-    step, but drawn tokens come with the scores of a chunk.
+    The target's tokens have two columns, because their times differ. Each decoded token takes a
+    step of the target, but drawn tokens come with the scores of a chunk.
     """
     alone = summaries["target-only"]
     head = ("method", "accuracy", "draft tokens", "target: decoded", "drawn", "scored", "speed-up")
@@ -944,7 +953,9 @@ async def weakened(folder: Path, noise: float | None = None) -> float:
 
 
 async def agreement(folder: Path, count: int = 6) -> float:
-    """Return the share of the target's tokens that this draft draws with the same random numbers."""
+    """Return the share of the target's tokens that the draft also samples with the same random
+    numbers.
+    """
     settings = options_of(worker="thread", threads=1, drafter=str(folder), speculate="draft", k=1)
     async with accelerated(model_path("target"), name="target", **settings._asdict()) as target:
         one = arm("target-only", samples=1)
@@ -980,7 +991,9 @@ machine is busy.
 
 @dataclass(frozen=True, slots=True)
 class MapCell:
-    """A cell of the map: the target's cost, the number of rollouts, and latency or throughput."""
+    """A cell of the map: a target, a number of rollouts, and whether latency or throughput is
+    measured.
+    """
 
     target: str
     samples: int
@@ -1030,8 +1043,8 @@ class Measured:
         return cls(MapCell(**fields["cell"]), figures, scoring, fields["load"], fields["clock"])
 
     def of(self, method: str, draft: str) -> Figures | None:
-        """Return the figures of a method with a draft; methods without a draft have one entry for
-        all drafts.
+        """Return the results of a method with a draft. Methods that need no draft have one entry
+        for all drafts.
         """
         return self.figures.get(f"{method}|{draft}") or self.figures.get(f"{method}|")
 
@@ -1043,7 +1056,7 @@ class Measured:
         return min(one.seconds for one in figures if one is not None)
 
     def bound(self, method: str, draft: str) -> float:
-        """Return the seconds of the arm's tokens at the rate that each model has alone."""
+        """Return the seconds that the arm's tokens would take at the speed of each model alone."""
         drafting, alone, own = (
             self.figures[name] for name in (f"draft-only|{draft}", f"{ALONE}|", f"{method}|{draft}")
         )
@@ -1064,14 +1077,14 @@ class Group(NamedTuple):
 
     @property
     def lead(self) -> tuple[str, str]:
-        """Return the first columns of the group's rows: the setting and the target, as the tables
-        name them.
+        """Return the first two columns of the group's rows: the names of the setting and of the
+        target.
         """
         return _panel(self.cell.how, self.draft), _target(self.cell.target)
 
     def over(self, method: str, *rivals: str) -> list[float]:
-        """Return the method's time divided by that of the fastest rival, for every repeat with the
-        method.
+        """Return the method's time divided by the time of its fastest rival, for each repeat that
+        has the method.
         """
         ratios = list[float]()
         for repeat in self.repeats:
@@ -1081,11 +1094,13 @@ class Group(NamedTuple):
         return ratios
 
     def gain(self) -> Spread:
-        """Return the time of the best alternative divided by the time of atts, for every repeat."""
+        """Return the spread, over repeats, of the time of the fastest alternative divided by the
+        time of atts.
+        """
         return Spread.of([1 / share for share in self.over("atts", *_RIVALS)])
 
     def medians(self) -> dict[str, float]:
-        """Return each method's median time over repeats, relative to the target alone."""
+        """Return each method's time divided by that of the target alone: the median over repeats."""
         shares = {method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts")}
         return {method: statistics.median(found) for method, found in shares.items() if found}
 
@@ -1254,7 +1269,7 @@ _ALL_CORES = "target-only, all cores"
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model, and the target's scores of its chunks on other problems."""
+    """A draft model, and the scores that the target gave its chunks on other problems."""
 
     folder: Path
     engine: Engine
@@ -1267,10 +1282,11 @@ class Bench:
 
     clock: Clock
     drafts: Mapping[str, Draft]
-    targets: Mapping[str, Engine]  # keys: ALONE, `_ALL_CORES`, or the draft that proposes tokens
+    # keys: ALONE, `_ALL_CORES`, or the name of the draft that proposes tokens
+    targets: Mapping[str, Engine]
 
     def run(self, method: str, draft: str) -> tuple[str, Engine, Engine]:
-        """Return the method's usual name and its engines."""
+        """Return the method's name in atts, its draft, and its target."""
         target = self.targets[ALONE]
         own = self.drafts[draft or DRAFTS[0]].engine
         if method == "target-only, speculating":
@@ -1343,11 +1359,11 @@ async def _drafts(
 async def _targets(
     name: str, drafts: Mapping[str, Draft], clock: Clock
 ) -> AsyncGenerator[Mapping[str, Engine]]:
-    """Open the target without speculation, with each draft as drafter, and, if it has one thread,
-    also with all cores.
+    """Open one target without speculation, one for each draft that proposes tokens, and one on all
+    cores if the others use one thread.
 
-    For CPU time each engine has one thread, because the waiting of a second thread would count as
-    work.
+    With processor time as the clock, each engine has one thread, because the waiting of a second
+    thread would count as work.
     """
     cores = (os.cpu_count() or 1) if clock == "wall" else 1
     pad = TARGETS[name]

@@ -76,7 +76,9 @@ from scripts.studies.local import generated, opened
 from scripts.studies.real_models import CannotBeMadeError, cache, folder_of, gguf_of
 
 MINUTES = "REAL_PAIR_MINUTES"
-"""Environment variable: no run begins after so many minutes; the tables show what is complete."""
+"""Environment variable with a number of minutes. When they are over, no new run begins, and the
+tables show the parts that are complete.
+"""
 SAMPLES = 4
 RATE = 0.2
 CASCADE_RATE = 0.3
@@ -94,7 +96,7 @@ REST = "the target finishes the rollout"
 
 @dataclass(frozen=True, slots=True)
 class RankedRollout:
-    """The worst score of a rollout's chunks, and whether its answer is correct."""
+    """The worst score of a rollout's chunks, and whether the rollout's answer is correct."""
 
     problem: str
     score: float
@@ -110,8 +112,8 @@ class PartRun:
 
 
 def methods(effort: str) -> list[Arm]:
-    """Return the methods of the study; with effort full also other scores, takeovers, rates and
-    baselines.
+    """Return the methods of the study. At effort `full`, these include other scores, takeovers,
+    rates and baselines.
     """
     atts = arm(f"atts, rate {RATE:g}", "atts", rate=RATE)
     coin = arm(COIN, "coin", rate=RATE)
@@ -203,8 +205,8 @@ def parts_of(asked: Sequence[Problem], size: int = PART) -> list[tuple[Problem, 
 
 
 class Series:
-    """Methods on parts of the problems: the complete parts on disk, and a way to run the missing
-    parts.
+    """The methods of a study and the parts of its problems. Finished results are kept on disk, and
+    only missing parts are run.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Series:
         self._kept = Parts(place / FILE)
 
     def missing(self) -> list[tuple[int, Arm]]:
-        """Return the incomplete parts by number, and the methods of each in order."""
+        """Return the missing runs as pairs of a part's number and a method, part by part."""
         everything = [(number, one) for number in range(len(self.parts)) for one in self.arms]
         return [
             (number, one) for number, one in everything if self._key(number, one) not in self._kept
@@ -227,10 +229,11 @@ class Series:
         return f"{one.name}|{self._seed}|{number}"
 
     async def run(self, draft: Engine, target: Engine, seconds: float = math.inf) -> None:
-        """Run the missing parts; after the given number of seconds, no further part begins.
+        """Run the missing parts. After the given number of seconds, no further part begins.
 
-        All methods use the same seed on a part. Chunks with equal beginnings are therefore equal in
-        all methods, which reduces the noise of differences between methods.
+        All methods use the same seed on a part. If several methods begin a chunk with the same
+        tokens, they therefore write the same chunk. This reduces the noise of differences between
+        methods.
 
         :raises KeyboardInterrupt: a run was interrupted; the same call resumes it.
         """
@@ -293,8 +296,8 @@ class Once(EngineAround):
         self._replies: dict[str, Completion | Scores | anyio.Event] = {}
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return a known reply, wait for a reply that another run has requested, or send the
-        request.
+        """Return the reply if it is known. Otherwise wait for it if another run has sent the same
+        request, or send the request.
         """
         key = request_key(self._role, request)
         if isinstance(request, SampleRequest):
@@ -580,10 +583,10 @@ def losses_table(
 
 SAMPLING = Sampling(0.7)
 LLAMA = "xllamacpp==2026.10.11549"
-"""A package that carries llama.cpp and its server for this processor."""
+"""A package that contains llama.cpp and its server for this processor."""
 PLAIN = "plain"
 LLAMA_ARMS = {"llama.cpp, 4-bit weights": "Q4_K_M", "llama.cpp, bfloat16 weights": "BF16"}
-GROUPS = (2, 4)  # numbers of the draft's attention layers that are computed as one group
+GROUPS = (2, 4)  # how many of the draft's attention layers are computed as one group
 
 
 @dataclass(frozen=True, slots=True)
@@ -735,10 +738,10 @@ class Lab:
     def speculated(self, speculation: SpeculationOptions, number: int) -> list[Timing]:
         """Write one text after another with proposals, in a fresh engine.
 
-        The first text is not timed, because during this text the drafter starts and the controller
-        learns.
+        The first text is not timed, because the drafter starts and the controller learns while this
+        text is written.
         """
-        # a drafter that works while the target verifies has half of the threads
+        # a drafter that works while the target verifies gets half of the threads
         threads = THREADS_ALONE // 2 if speculation.is_overlapped else THREADS_ALONE
         options = LocalOptions(threads=threads, kv_tokens=4096)
         engine = accelerated(self.target, options=options, speculation=speculation)
@@ -805,8 +808,8 @@ class Lab:
         return found
 
     def _generated(self, model: Any, prompts: Sequence[TokenIds], **more: Any) -> Timing:
-        """Write a text on each prompt, padded at the left; the time to read the prompts is left
-        out.
+        """Continue each prompt, with shorter prompts padded at the left. The time to read the
+        prompts is not counted.
         """
         length = max(map(len, prompts))
         pad = model.generation_config.pad_token_id
@@ -892,7 +895,9 @@ def llama_server(model: Path, slots: int) -> Generator[str]:
 
 
 def speed_tables(lab: Lab) -> list[Table]:
-    """Return the tables of both comparisons from the complete rounds."""
+    """Return two tables of the complete rounds: plain decoding with several programs, and all ways
+    to propose tokens.
+    """
     return [together_table(lab), alone_table(lab)]
 
 
@@ -953,7 +958,9 @@ def alone_table(lab: Lab) -> Table:
 def _alone(
     name: str, found: Mapping[int, Sequence[Timing]], plain: Mapping[int, Sequence[Timing]]
 ) -> Iterator[Row]:
-    """Yield the row of a way to propose tokens, from the rounds that also timed plain decoding."""
+    """Yield the table row of one way to propose tokens. Only rounds that also timed plain decoding
+    count.
+    """
     pairs = [(found[number][0], plain[number][0]) for number in found if number in plain]
     if not pairs:
         return

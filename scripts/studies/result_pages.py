@@ -160,8 +160,9 @@ class ScaledAxis(Axis):
         return found if len(found) <= 2 * about or len(tens) < 2 else tens
 
     def written(self, value: float) -> str:
-        """Return the number of a tick in at most five characters; on a logarithmic scale, not its
-        logarithm.
+        """Return a tick's label in at most five characters.
+
+        On a logarithmic scale, the label is the number itself, not its logarithm.
         """
         number = value if self.steps == "linear" else 2**value
         for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -241,7 +242,7 @@ def _series(
 def _bands(
     chart: Chart, rows: Iterable[Mapping[str, Cell]]
 ) -> Mapping[str, list[tuple[float, float, float]]]:
-    """Return the band around each line, as (position, low, high) of each interval."""
+    """Return the band around each line, as a list of (position, low, high)."""
     bands: dict[str, list[tuple[float, float, float]]] = {}
     if not chart.low:
         return bands
@@ -257,7 +258,7 @@ def _bands(
 def _band(
     plot: Plot, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], kind: str
 ) -> str:
-    """Return the area of a band; a band with one point becomes a stroke."""
+    """Return the SVG of a band. A band with only one point is drawn as a vertical stroke."""
     if len(xs) == 1:
         return plot.line([(xs[0], lows[0]), (xs[0], highs[0])], kind)
     area = plot.band(xs, lows, highs)
@@ -440,11 +441,11 @@ def read(folder: Path) -> dict[str, Record]:
 def fill(
     page: str, records: Mapping[str, Record], pictures: Path | None = None
 ) -> tuple[str, list[str]]:
-    """Fill every marked part of a page; return the page, and a message for each part without a
+    """Fill every marked part of a page. Return the page, and a message for each part without a
     record.
 
-    A part without a record keeps its text; if it is empty, it gets the text that the study has not
-    been run.
+    A part without a record keeps its text. If it is empty, it gets a sentence which says that the
+    study has not been run.
     """
     missing: list[str] = []
 

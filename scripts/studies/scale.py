@@ -106,8 +106,8 @@ def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
 
 
 class Tape:
-    """A record of completions by request position, and of log-probabilities by rollout and prefix
-    length.
+    """A recording of a run's replies: completions by the position of their request, and
+    log-probabilities by rollout and prefix length.
     """
 
     grain = 1
@@ -204,8 +204,8 @@ class InstantEngine:
 
 THREADS = Path("/proc/self/task")
 ROLES: tuple[Role, ...] = ("draft", "target")
-_INSTANT = 3  # number of repeats of a run on engines without delay, because each run is short
-_SIBLINGS = 8  # number of rollouts in a piece that share a prompt
+_INSTANT = 3  # a run on engines without delay is short, so it is repeated this many times
+_SIBLINGS = 8  # number of rollouts in a piece of work that share a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,9 @@ FOREGROUND = Micro(16, 48, 48)
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
-    """Return the pieces of work that an engine may do in a run; a draft has no pieces with scoring."""
+    """Return the pieces of work for an engine of this role. A draft scores nothing in a run, so it
+    has no pieces with scoring.
+    """
     return PIECES if role == "target" else tuple(piece for piece in PIECES if not piece.is_scored)
 
 
@@ -285,7 +287,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A measured piece of work of one engine."""
+    """The measurements of one piece of work of one engine."""
 
     seen: Observation
     taken: Taken
@@ -301,7 +303,9 @@ class Run:
     first: int
     taken: Taken
     tape: Tape
-    host: float  # processor seconds per call, except for engines and for passing requests to them
+    # processor seconds per call, without the work of engines and without passing requests to
+    # engines
+    host: float
 
 
 @dataclass(slots=True)
@@ -402,7 +406,7 @@ async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine,
 
 
 async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
-    """Give the engine one new piece of work, and return the time and the counters of the work."""
+    """Give the engine a piece of work on new texts. Return the time and the counters of the work."""
     prompts = _prompts(engine, piece, seed)
     if piece.is_scored:  # scored text follows a warm prefix, as in a rollout
         await collect(
@@ -500,8 +504,8 @@ async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
     """Run the pipelines once, and return the seconds by the event loop's clock.
 
-    The gate of `atts` is frozen. So a run on other engines requests the same chunks, in whatever
-    order requests end.
+    The gate of method `atts` is frozen, so its decisions do not depend on the order in which
+    requests end. A run on other engines therefore requests the same chunks.
     """
     base = Policy(samples=live.samples, early_stop="none")
     chosen = preset(live.method)
@@ -691,8 +695,8 @@ def _words(errors: Sequence[float]) -> str:
 def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
     """Return the predicted times of a run.
 
-    Wall time is simulated with the slow-down by the other engine in wall time, and processor time
-    with the slow-down in processor time.
+    The other engine slows down wall time and processor time differently. Each of the two times is
+    therefore simulated with its own slow-down.
     """
     call = one.host + _handing(seen)
     found = dict[Clock, Taken]()
@@ -983,7 +987,10 @@ class _Grids:
         return self.results.get(replace(cell, **changes))
 
     def samples(self, pair: Pair) -> Table:
-        """Tabulate time, throughput and r against the number of samples."""
+        """Tabulate time, throughput and r against the number of samples.
+
+        Here r is the time of scoring divided by all other time.
+        """
         rows: list[Row] = []
         for samples in self.sizes:
             for method in METHODS:
@@ -1163,7 +1170,9 @@ class _Grids:
         return rows
 
     def headlines(self) -> Table:
-        """Tabulate which baselines reach the published factors, and under which conditions."""
+        """Tabulate the baselines against which atts reaches the published factors, and the
+        conditions under which it does.
+        """
         rows = list[Row]()
         best = dict[str, float]()
         for pair in self.options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):
@@ -1225,8 +1234,8 @@ def _reached(ratio: float, figure: float) -> str:
 
 
 def _compared(best: Mapping[str, float], kind: str, figure: float) -> str:
-    """List the baselines of a kind against which atts reaches the published figure, and the other
-    baselines.
+    """List the baselines of one kind in two groups: those against which atts reaches the published
+    figure, and all others.
     """
     mine = {
         name.removeprefix("throughput, "): ratio

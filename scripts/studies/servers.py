@@ -81,7 +81,8 @@ def study_remote(options: Options) -> list[Table]:
     repeats = options.pick(1, 3, 5)
     requests = options.pick(400, 4000, 20000)
     rows: list[Row] = []
-    # The command line of atts sets the same thresholds; here they apply to all three clients.
+    # The command line of atts sets the same thresholds of the garbage collector. Here they apply to
+    # all three clients.
     gc.set_threshold(20_000, 10, 10)
     with _server() as url:
         for in_flight in options.pick((100,), (1000, 4000), (256, 1000, 4000)):
@@ -195,9 +196,9 @@ def _serve(pipe: Connection) -> None:
 
 
 async def _answer(pipe: Connection) -> None:
-    """Answer requests with canned completions.
+    """Answer every request with a fixed completion.
 
-    Questions of atts's probe get a plausible word.
+    Requests of atts's probe get a plausible word.
     """
     tokenizer = ToyTokenizer()
     model = {"id": "toy", "root": "toy", "max_model_len": 8192}
@@ -244,11 +245,11 @@ async def _answer(pipe: Connection) -> None:
 
 
 FASTER = 2.0
-"""Factor by which the servers are faster than a GPU server if this machine is idle; on a busy
-machine the factor is 1.
+"""Factor by which the paced servers are faster than GPU servers if this machine is idle. On a busy
+machine, the factor is 1.
 
-A call takes some milliseconds of processor time here, for clients and servers together, and 64
-rollouts call at once. At a factor of ten, these calls would take a third of a turn.
+On this machine, a call takes some milliseconds of processor time for client and server together,
+and 64 rollouts call at once. With a factor of ten, these calls would take a third of a turn.
 """
 GRAIN = 32
 """Number of real tokens that each token of the embedded pair stands for.
@@ -303,8 +304,8 @@ class PairLaw:
         self._scorer: Role = "target"
 
     def scored_by(self, role: Role) -> PairLaw:
-        """Return a copy that shares the remembered texts and scores, and in which the given model
-        scores.
+        """Return a copy in which the given model computes the scores. The copy shares the
+        remembered texts and scores.
         """
         other = copy(self)
         other._scorer = role
@@ -332,7 +333,8 @@ class PairLaw:
     def write(self, role: Role, request: SampleRequest) -> Completion:
         """Return the text for a request.
 
-        The memory's key has the seed as one number, because servers receive it in this form.
+        Texts are remembered with the seed as one number, because servers receive a seed in this
+        form.
         """
         own = request.seed
         number = (
@@ -365,14 +367,14 @@ class RecognisingEngine(BatchedEngine):
         self._lengths: set[int] = set()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample a remembered text, at a server's pace."""
+        """Return the remembered text, after the time that a server would need."""
         name = self._recognise(request.ids)
         done = await super().sample(replace(request, rollout=name))
         self._remember(request.ids + done.ids, name)
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return remembered scores, at a server's pace."""
+        """Return the remembered scores, after the time that a server would need."""
         name = self._recognise(request.prefix)
         found = await super().score(replace(request, rollout=name))
         self._remember(request.prefix + request.suffix, name)
@@ -484,7 +486,7 @@ async def over_http(
             ]
             # a client's first requests to a server take longer, so they are not timed
             await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))
-            # from this point the servers are as slow as a GPU
+            # from this point on, the servers take as long as GPU servers
             served["draft"].cost = pair.draft
             served["target"].cost = pair.target
             return await _solved(arm, problems, samples, (draft, target))
@@ -572,7 +574,9 @@ _CHUNKS = Chunking(64, 64, ("\n\n",))
 
 @dataclass(frozen=True, slots=True)
 class HostedArm:
-    """A row of the comparison: the score, the kind of target, and the unit that escalates."""
+    """A row of the comparison: the score, the kind of target, and whether chunks or whole problems
+    are escalated.
+    """
 
     name: str
     method: str
@@ -582,7 +586,9 @@ class HostedArm:
 
     @property
     def coin(self) -> str:
-        """Return the name of the coin that escalates the same unit, for comparison."""
+        """Return the name of the coin to compare with. It escalates chunks or problems, as this arm
+        does.
+        """
         return f"coin, {self.unit}"
 
     def setup(self, target: str | Engine, draft: str | Engine, seed: int) -> Setup:

@@ -177,8 +177,8 @@ def _opened(
     lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]
 ) -> Generator[dict[str, Arm]]:
     draft = {"drafter": str(drafter), "speculate": "draft"}
-    # The engine with two threads gets its own process. Next to helpers of other threads, OpenMP's
-    # threads would sleep between the parts of a step.
+    # The engine with two threads gets its own process. In a process whose other threads also have
+    # helpers, OpenMP's threads would sleep between the parts of a step.
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "plain, two threads": {"threads": 2, "worker": "process"},
@@ -343,9 +343,9 @@ def best_serial(accepted: float, cost_ratio: float, most: int = 64) -> tuple[flo
 def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
     """Return the probability that the outcome of a step was guessed.
 
-    The guesses are a full acceptance and, for a rejection at any position, several tokens. `ranked`
-    is the probability that the target's token is among these tokens; with 0 this is PEARL, which
-    has one guess.
+    One guess is that all tokens are accepted. For a rejection at any position, several tokens are
+    guessed, and `ranked` is the probability that the target's token is one of them. With `ranked` =
+    0, only the first guess is left, as in PEARL.
     """
     return ranked * expected_tokens(accepted, proposed) + accepted ** (proposed + 1)
 
@@ -353,8 +353,8 @@ def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
 def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
     """Return the tokens per step if drafting and verifying take place at the same time.
 
-    After a wrong guess the target steps without a proposal. With `ranked` = 0 and windows of
-    `proposed` + 1 tokens, the result is PEARL's formula (1-a^G) / ((1-a) (1+a-a^G)).
+    After a wrong guess, the target takes a step without a proposal. With `ranked` = 0 and windows
+    of `proposed` + 1 tokens, the result is PEARL's formula (1-a^G) / ((1-a) (1+a-a^G)).
     """
     alone = accepted + ranked
     hit = hit_rate(accepted, ranked, proposed)
@@ -387,7 +387,7 @@ def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> f
     return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
 
 
-_MOST_RANKS = 1 << 16  # number of ranks that are distinguished at one position
+_MOST_RANKS = 1 << 16  # upper limit of a token's rank at one position
 
 
 class Work(NamedTuple):
@@ -417,9 +417,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """The ranks of the tokens of a target's text, by the draft and by the target's early exit.
+    """The ranks that the draft and the target's early exit give to the tokens of a text by the
+    target.
 
-    Rank 0 is the token that the draft itself draws; the target accepts it. A proposed token is
+    Rank 0 is the token that the draft itself samples, which the target accepts. A proposed token is
     tested only if all earlier tokens are the target's, so ranks along the target's own text are
     sufficient.
     """
@@ -431,9 +432,11 @@ class AcceptanceTrace:
     def drawn(
         cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()
     ) -> AcceptanceTrace:
-        """Draw ranks in random order, of which a share `law[r]` is rank r.
+        """Return a trace with ranks in random order. The share `law[r]` of all positions has rank
+        r.
 
-        If the shares add up to less than 1, the remaining ranks are beyond every requested rank.
+        If the shares add up to less than 1, the other positions have a rank beyond every requested
+        rank.
         """
         random = np.random.default_rng(seed)
         ranks = list[list[int]]()
@@ -446,9 +449,9 @@ class AcceptanceTrace:
         return cls(*ranks)
 
     def drafted(self, place: int, count: int) -> list[int]:
-        """Return the draft's continuation of a correct prefix.
+        """Return the tokens that the draft writes after a correct prefix.
 
-        The position's number stands for the target's token there.
+        Tokens are numbers here. A position's number is the target's token at that position.
         """
         return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
 
@@ -480,8 +483,8 @@ class Costs:
 
 
 DraftDevices = tuple[list[Device], Callable[[float, int], float]]
-"""Draft devices, and a function from the earliest begin and the number of tokens to the time at
-which they are drafted.
+"""Draft devices, and a function that takes the earliest time to begin and a number of tokens. It
+returns the time at which these tokens are drafted.
 """
 
 
@@ -516,7 +519,7 @@ def serial(
 ) -> Timeline:
     """Simulate serial speculation: draft and target take turns, so one of them always waits.
 
-    `drafter` replaces the single device with the costs of the draft.
+    By default, one device drafts at the costs of the draft; `drafter` replaces it.
     """
     draft = Device("draft")
     target = Device("target")
@@ -536,7 +539,7 @@ def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> Draf
     """Return devices that draft as EasySpec does: one exact pass, then passes with grouped
     attentions.
 
-    Each of the `group` devices computes one attention of a group, and all of them at the same time.
+    The `group` devices compute the attentions of a group at the same time, one attention each.
     """
     devices = [Device(f"draft {number}") for number in range(group)]
 
@@ -559,12 +562,15 @@ def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> Draf
 def ahead(
     trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False
 ) -> Timeline:
-    """Simulate a drafter that continues guesses of the outcome while the target verifies.
+    """Simulate a drafter that guesses the outcome of the target's step, and continues its guesses
+    while the target verifies.
 
     One guess is that all tokens are accepted and the draft's own token follows. With `more` = 0
-    this is the only guess, as in PEARL, whose windows have `proposed` + 1 tokens. Other guesses are
-    `more` tokens of the draft's ranking at every position. After a wrong guess the target steps
-    without a proposal; with `waits`, it waits for a new proposal.
+    this is the only guess, as in PEARL, whose windows have `proposed` + 1 tokens. Otherwise, `more`
+    tokens of the draft's ranking are also guessed at every position.
+
+    After a wrong guess, the target takes a step without a proposal. With `waits`, it waits for a
+    new proposal instead.
     """
     draft = Device("draft")
     target = Device("target")
@@ -597,10 +603,10 @@ def ahead(
 def mirror(
     trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5
 ) -> Timeline:
-    """Simulate Mirror: the target's early exit names likely outcomes, and the drafter continues
-    each of them.
+    """Simulate Mirror: the target's early exit names likely outcomes of the step, and the drafter
+    continues each of them.
 
-    The exit is at a share `depth` of the target's layers.
+    The exit is after a share `depth` of the target's layers.
     """
     draft = Device("draft")
     target = Device("target")
@@ -632,7 +638,7 @@ def _selected(
     cache: OutcomeCache[int],
     proposal: tuple[list[int], int],
 ) -> list[int]:
-    """Verify a proposal, and return the next proposal; return no tokens if the outcome was not
+    """Verify a proposal, and return the next proposal. It has no tokens if the outcome was not
     guessed.
     """
     tokens, length = proposal
@@ -713,7 +719,7 @@ class Headline:
     system: str
     published: float
     costs: str
-    speedup: Speedup  # closed formula from acceptance rate to speed-up
+    speedup: Speedup  # closed formula that gives the speed-up at an acceptance rate
     run: Run
     cost_ratio: float  # draft steps per target step, for the comparison with serial speculation
 
@@ -854,7 +860,7 @@ def published(options: Options) -> Table:
 class Recorder:
     """An embedded model that records its distributions along given texts.
 
-    With only its first layers, it is an untrained early exit of itself.
+    If only its first layers are loaded, the model is an untrained early exit of itself.
     """
 
     def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
@@ -869,8 +875,10 @@ class Recorder:
         self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
 
     def laws(self, ids: TokenIds, first: int, sampling: Sampling) -> Tensor:
-        """Return the distributions [places, vocabulary] of the next token after every prefix from
-        ids[:first] on.
+        """Return the distribution of the next token after every prefix that has at least `first`
+        ids.
+
+        The result has the shape [places, vocabulary].
         """
         heard = list[Tensor]()
         text = Text(ids, first)
@@ -885,28 +893,30 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Texts of the target, and the random seeds with which they were drawn."""
+    """Texts of the target, and the random seeds that sampled them."""
 
     texts: Sequence[tuple[TokenIds, int, Seed]]  # ids, index of the first written token, and seed
     sampling: Sampling
 
     def own_ranks(self, model: Recorder) -> list[list[int]]:
-        """Return the rank of each of the target's tokens by the model.
+        """Return the rank that the model gives to each of the target's tokens.
 
-        The rank is 0 if the model draws the token with the same random number; otherwise tokens are
-        ranked by probability.
+        Rank 0 is the token that the model itself samples with the same random number. All other
+        tokens are ranked by probability.
         """
         ranks = list[list[int]]()
         for ids, first, seed in self.texts:
             laws = model.laws(ids, first, self.sampling)
             drawn = torch.tensor(ids[first:])
             own = inverse_cdf(laws, torch.from_numpy(uniforms(seed, len(drawn)).copy()))
-            laws.scatter_(1, own[:, None], 2.0)  # the token that the model draws gets rank 0
+            laws.scatter_(1, own[:, None], 2.0)  # the token that the model samples gets rank 0
             ranks.append(_places(laws, drawn))
         return ranks
 
     def exit_ranks(self, model: Recorder) -> list[list[int]]:
-        """Return the rank of each of the target's tokens by probability alone."""
+        """Return the rank that the model gives to each of the target's tokens, by probability
+        alone.
+        """
         plain = replace(self.sampling, temperature=1.0)
         return [
             _places(model.laws(ids, first, plain), torch.tensor(ids[first:]))
@@ -929,8 +939,8 @@ async def record(count: int, seed: int) -> Recorded:
 
 
 def recorded(options: Options, texts: Recorded) -> list[Table]:
-    """Measure guesses of the next token on recorded texts, and simulate every scheme at larger
-    models' costs.
+    """Measure how often guesses of the next token are correct on recorded texts, and simulate every
+    scheme at larger models' costs.
     """
     say("overlap: recording ranks of the target's tokens by drafts and early exits")
     drafts = {"draft": texts.own_ranks(Recorder("draft"))}
@@ -975,8 +985,8 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
 
 
 def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
-    """Measure how often the outcome of a step is among the named tokens, if the draft proposes
-    whole windows.
+    """Measure how often the outcome of a step is among the `_TOP` tokens with the best ranks, if
+    the draft proposes whole windows.
     """
     line = mirror(
         AcceptanceTrace(_flat(draft), _flat(ranks)),
@@ -1043,7 +1053,7 @@ def _fitted() -> Costs:
 
 
 def _even(cost_ratio: float, branches: int) -> float:
-    """Return the seconds of a draft step, equal for any number of branches."""
+    """Return the seconds of a draft step, which are the same for any number of branches."""
     return 1 / cost_ratio
 
 
@@ -1158,7 +1168,7 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
 _GROUPS = (1, 2, 3, 4, 6)  # numbers of attentions that are computed together
 _CONTEXTS = (60, 150, 250)  # numbers of tokens before the first drafted token
 _TOKENS = 8
-_DRAWS = 10  # number of drafts per round
+_DRAWS = 10  # number of drafting calls per round
 
 
 def study_overlap(options: Options) -> list[Table]:
@@ -1179,9 +1189,9 @@ def study_virtual(options: Options) -> list[Table]:
 
 
 class Oracle(ExitModel):
-    """An ideal early exit, which knows the coming tokens.
+    """An ideal early exit, which knows the next token.
 
-    It has the texts of an earlier round, and requests come in the same order again.
+    It has the texts of an earlier round, and the requests come in the same order again.
     """
 
     texts: ClassVar[list[TokenIds]] = []
@@ -1199,7 +1209,7 @@ class Oracle(ExitModel):
 
 @contextmanager
 def _exit(arm: str) -> Generator[None]:
-    """Make engines use the arm's kind of early exit if they are opened in this context."""
+    """Let engines that are opened in this context use the arm's kind of early exit."""
     build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
     try:
         yield
@@ -1276,8 +1286,10 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
 
 
 def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
-    """Return the hit rate, the share of late guesses, the wasted tokens and the passes; values
-    without guesses are None.
+    """Return the hit rate, the share of late guesses, the wasted tokens per guess, and the draft
+    passes per token.
+
+    A value is None if it has no data.
     """
     guessed = found.hits + found.misses if found else 0
     passes = found.passes / found.drafted if found and found.drafted else None
@@ -1307,8 +1319,8 @@ def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> fl
 
 
 def groups(options: Options) -> Table:
-    """Measure EasySpec on this machine: the time to draft with grouped attentions, and the
-    acceptance rate.
+    """Measure EasySpec on this machine: how long drafting with grouped attentions takes, and how
+    many of its tokens are accepted.
     """
     say("overlap: groups of attentions of the deep drafter")
     spent = Spent()

@@ -128,7 +128,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position of a training run in the endless data."""
+    """Position of a training run in the endless stream of training data."""
 
     block: int = 0
     offset: int = 0
@@ -512,7 +512,7 @@ class Linear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Positions for attention: rotation tables, and an additive mask."""
+    """Rotary tables and an additive mask for the positions of a sequence."""
 
     cos: Tensor
     sin: Tensor
@@ -601,7 +601,7 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """All of the network except the output matrix, with the names of saved weights."""
+    """The network without its output matrix. Its modules are named as in the saved weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -673,7 +673,7 @@ class Descent:
         )
 
     def apply(self, factor: float) -> None:
-        """Take an optimizer step at this share of the peak rates, and clear the gradients."""
+        """Take an optimizer step at this share of the peak learning rates, and clear the gradients."""
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
@@ -684,7 +684,8 @@ class Descent:
 def descend(
     name: str, descent: Descent, loss: Callable[[], Tensor], factors: Sequence[float]
 ) -> None:
-    """Take one optimizer step for each factor, which scales the peak rates.
+    """Take one optimizer step for each factor. The peak learning rates are multiplied by the
+    factor.
 
     Gradients are clipped to length 1.
     """
@@ -762,7 +763,7 @@ def load(folder: Path) -> Llama:
 class Workers:
     """The calling process and its helper processes.
 
-    Micro-batches are assigned in turn, so sums are reproducible.
+    Micro-batches are assigned to the processes in a fixed order, so that sums are reproducible.
     """
 
     def __init__(self, model: Llama, count: int) -> None:
@@ -805,8 +806,8 @@ class Workers:
 
 
 def _backward(model: Llama, batches: Sequence[Batch], learned: int) -> float:
-    """Add the gradients of some batches, and return their share of the mean loss over `learned`
-    tokens.
+    """Add the gradients of some batches to the model. Return the sum of the batches' losses divided
+    by `learned`.
     """
     total = 0.0
     for batch in batches:
@@ -821,8 +822,8 @@ _models: list[Llama] = []
 
 
 def _begin(model: Llama) -> None:
-    # Linux divides processor time between sessions first. In the caller's session, all helpers
-    # together would get the share of one session.
+    # Linux first divides processor time among sessions. If the helpers stayed in the caller's
+    # session, all of them together would get the share of one session.
     os.setsid()
     torch.set_num_threads(1)
     _models.append(model)
@@ -841,7 +842,7 @@ def _assist(batches: Sequence[Batch], learned: int) -> tuple[float, list[Tensor]
 _RANK = 64  # rank of the exit adapter's matrices
 _HEADS = 2
 _WIDTH = 256
-_FADE = 0.8  # weight of each next head's loss, relative to the head before
+_FADE = 0.8  # factor between the loss weights of one head and of the head before it
 _BATCH = 512
 _PEAK = 0.003
 _WRITTEN_TOKENS = 300
@@ -941,14 +942,14 @@ class Text(NamedTuple):
 
 
 class States(NamedTuple):
-    """Data of some texts at every written position: the row at the exit, the row before the output
-    matrix, and the token.
+    """Values at every position with a written token: the state at the early exit, the state before
+    the output matrix, and the token.
     """
 
     exits: Tensor
     finals: Tensor
     tokens: Tensor
-    lengths: list[int]  # number of rows of each text
+    lengths: list[int]  # number of positions of each text
 
 
 class Reader:
@@ -983,7 +984,7 @@ class Reader:
         self.model = TorchModel(config, weights, cache)
 
     def states(self, texts: Sequence[Text], layers: int) -> States:
-        """Return the states at all positions that a written token follows."""
+        """Return the states at all positions whose next token was written by the target."""
         heard = list[Tensor]()
         finals = [self.read(text, LayerHook(layers, heard.append)) for text in texts]
         tokens = [torch.tensor(text.ids[text.first :], device=self.device) for text in texts]
@@ -992,7 +993,9 @@ class Reader:
         )
 
     def read(self, text: Text, tap: LayerHook | None = None) -> Tensor:
-        """Return the rows before the output matrix, at all positions that a written token follows."""
+        """Return the states before the output matrix, at all positions whose next token was written
+        by the target.
+        """
         sequence = new_sequence(1, SampleRequest(text.ids, 1), 0.0)
         sequence.row = 0
         stop = len(text.ids) - 1
@@ -1013,8 +1016,8 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:
-    """Train an adapter at the exit, from whose rows the output matrix predicts the target's
-    distribution.
+    """Train an adapter of the early exit's states, so that the output matrix predicts the target's
+    distribution from them.
 
     The adapter's weights are kept in float32, and are rounded to the model's type for each use.
     """
@@ -1038,7 +1041,7 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
 
 
 def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> StreamHeads:
-    """Train heads that predict later tokens from the drafter's state and the tokens in between."""
+    """Train heads that predict later tokens from the drafter's state and the tokens after it."""
     torch.manual_seed(recipe.seed)
     width = reader.config.hidden_size
     head = reader.weights.head
@@ -1073,9 +1076,9 @@ def _rounded(streams: Sequence[StreamHead], like: Tensor) -> list[StreamHead]:
 
 
 def _following(states: States) -> Tensor:
-    """Return for each position its token and the following tokens, [places, heads + 1].
+    """Return each position's token and the tokens after it, with shape [places, heads + 1].
 
-    After the end of a text the last token is repeated.
+    After the end of a text, its last token is repeated.
     """
     parts = [
         torch.cat([part, part[-1:].expand(_HEADS)]).unfold(0, _HEADS + 1, 1)
@@ -1259,7 +1262,9 @@ def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
 
 
 def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
-    """Return the model's log-probabilities of all tokens at every written position of the texts."""
+    """Return the model's log-probabilities of the whole vocabulary at every written position of the
+    texts.
+    """
     compute = torch.bfloat16
     width = max(len(one.ids) for one in batch) - 1
     ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -1271,7 +1276,7 @@ def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
 
 
 def _aims(head: Tensor, batch: Sequence[Lesson]) -> Tensor:
-    """Return the target's log-probabilities of all tokens at every written position."""
+    """Return the target's log-probabilities of the whole vocabulary at every written position."""
     return F.log_softmax(F.linear(torch.cat([one.states for one in batch]), head).float(), -1)
 
 
@@ -1513,7 +1518,7 @@ def learn(name: str, encoder: Encoder, steps: int) -> Relative:
 
 
 def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
-    """Save the weights in which the member differs from its base."""
+    """Save those weights of the member that differ from the weights of its base."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     if not MEMBERS[name].own:
@@ -1649,13 +1654,13 @@ class Recipe:
 
 
 EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
-"""Shares to keep of kinds that are already learned: in these, the text states the operations in
-order.
+"""Shares of the exercises to keep, for kinds that the model has already learned. The texts of these
+kinds state the operations in order.
 """
 
 LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping", 0.6))
-"""Shares of kinds to keep late in the training, because comparisons and long expressions take
-longest to learn.
+"""Shares of the exercises to keep late in the training, by kind. Comparisons and long expressions
+take longest to learn, so fewer exercises of these easier kinds are kept.
 """
 
 RECIPES: dict[str, Recipe] = {

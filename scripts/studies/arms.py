@@ -799,7 +799,7 @@ async def frontier_run(one: Arm, problems: int, directory: Path, seed: int) -> S
     )
     if result.status != "finished":
         raise UsageError(
-            f"the run {one.name} ended {result.status}; the same command continues from there"
+            f"the run {one.name} ended with status {result.status}; the same command resumes it"
         )
     return Sum.of(one.name, tuple(result.outcomes()))
 

@@ -64,7 +64,7 @@ STUDIES = {
     "grading": Study("comparison of answer checkers", "grading:study", 0, 100),
     "local": Study("the local engine compared with transformers", "local:study", 0, 300),
     "local-scores": Study(
-        "scores in bfloat16 compared with float32: time, and decisions of a gate",
+        "scores in bfloat16 compared with float32: time, and changed decisions of a gate",
         "local:study_scores",
         0,
         15,
@@ -107,7 +107,7 @@ STUDIES = {
         "blocks:study_real",
     ),
     "judges": Study(
-        "how well each score finds incorrect chunks and rollouts of a real pair, as recorded",
+        "how well each score finds incorrect chunks and rollouts, in recordings of a real pair",
         "judges:study",
     ),
     "real-pair": Study(
@@ -371,17 +371,17 @@ def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench",
-        description="Run studies, and print their tables. Ratios compare measurements of one run.",
+        description="Run studies, and print their tables. Each ratio compares measurements of the same run.",
     )
     listing = "; ".join(f"{name}: {one.what}" for name, one in STUDIES.items())
-    listing += "; all: every study that has a default time; quick: the short studies, with the smallest grids"
+    listing += "; all: every study that is not left out by default; quick: the short studies, with the smallest grids"
     parser.add_argument(
         "studies", nargs="+", choices=[*STUDIES, "all", "quick"], metavar="STUDY", help=listing
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="the large grids behind the published numbers; default: small grids",
+        help="use the large grids, with which the published numbers were measured; default: small grids",
     )
     parser.add_argument("--quick", action="store_true", help="use the smallest grids")
     parser.add_argument("--seed", type=int, default=0)

@@ -617,7 +617,7 @@ def study(options: Options) -> list[Table]:
             together, capacity = at_once(one, four, rounds)
             together_rows += [(shared, *row) for row in together]
             say(
-                f"{100 * shared:.0f} % of layers shared: four engines serve {capacity:.1f} requests a "
+                f"{100 * shared:.0f} % of layers shared: four engines serve {capacity:.1f} requests per "
                 f"second of processor time"
             )
             cells = [
@@ -891,7 +891,7 @@ def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
             zoo.add(name, folder)
         seconds = time.process_time() - began
         count = sum(weight.numel() for weight in own.values())
-        say(f"{name}: {before:.3f} to {after:.3f} in {seconds:.0f} s of processor time")
+        say(f"{name}: loss {before:.3f} to {after:.3f} in {seconds:.0f} s of processor time")
         rows.append((name, lesson.what, count / 1e6, before, after, round(seconds)))
     return Table.of(
         "Relatives trained by this study",

@@ -307,7 +307,7 @@ class Table:
         columns = tuple(name.strip() for name in header.split("|"))
         kept = tuple(rows)
         assert all(len(row) == len(columns) for row in kept), (
-            f"{title}: {header}: a row of another length"
+            f"{title}: {header}: a row has more or fewer cells than the header"
         )
         return cls(title, columns, kept, notes, **more)
 

@@ -491,7 +491,7 @@ def _their_batching(subject: Subject, count: int, tokens: int) -> float:
         lambda: replies.update(subject.theirs.generate_batch(prompts, config, **settings))
     )
     written = sum(len(reply.generated_tokens) for reply in replies.values())
-    assert written == count * tokens, "their batching wrote another number of tokens"
+    assert written == count * tokens, "transformers wrote a different number of tokens"
     return seconds
 
 
@@ -893,7 +893,7 @@ def padded_folder(folder: Path, words: str) -> Path:
     width = config["hidden_size"]
     head = config["head_dim"]
     hidden, layers, *_ = _shape(size)
-    assert hidden >= width, "a model is padded to a larger one"
+    assert hidden >= width, "the padded size is smaller than the model"
     layers = max(layers, config["num_hidden_layers"])
     # Each head keeps its dimension, because rotary embeddings depend on it. The ratio of query
     # heads to key-value heads stays the same.

@@ -174,7 +174,7 @@ def study(options: Options) -> list[Table]:
     try:
         folders = (folder_of("qwen05"), folder_of("qwen15"))
     except CannotBeMadeError as error:
-        raise SystemExit(f"the models cannot be had: {error}") from error
+        raise SystemExit(f"the models are not available: {error}") from error
     minutes = float(os.environ.get(MINUTES, "inf"))
     with tempfile.TemporaryDirectory() as scratch:
         place = options.out or Path(scratch)
@@ -247,7 +247,7 @@ class Series:
                     say(f"real-pair: time is over; {left} runs are left for the next call")
                     return
                 if missing:
-                    say(f"real-pair: {len(missing)} methods, problems {number * PART + 1} and on")
+                    say(f"real-pair: {len(missing)} methods, problems from {number * PART + 1} on")
                 engines = (Once(draft, "draft"), Once(target, "target"))
                 run_one = partial(self._run_one, number, part, engines, stop)
                 await collect([partial(run_one, one) for one in missing])
@@ -263,7 +263,7 @@ class Series:
         if result.status == "interrupted":
             raise KeyboardInterrupt
         if result.status != "finished":
-            raise UsageError(f"the run in {folder} ended {result.status}")
+            raise UsageError(f"the run in {folder} ended with status {result.status}")
         outcomes = tuple(result.outcomes())
         piece = Piece(one.name, SAMPLES, self._seed, number)
         piece.solved = [graded(outcome) for outcome in outcomes]
@@ -483,7 +483,7 @@ def study_losses(options: Options) -> list[Table]:
     try:
         draft, target = folder_of("qwen05"), folder_of("qwen15")
     except CannotBeMadeError as error:
-        raise SystemExit(f"the models cannot be had: {error}") from error
+        raise SystemExit(f"the models are not available: {error}") from error
     local = LocalOptions(threads=THREADS_ALONE, kv_tokens=judges.CACHE_TOKENS)
     engines = {
         "draft": LocalEngine(draft, name="draft", options=local),
@@ -671,7 +671,7 @@ def study_speed(options: Options) -> list[Table]:
     try:
         draft, target = folder_of("qwen05"), folder_of("qwen15")
     except CannotBeMadeError as error:
-        raise SystemExit(f"the models cannot be had: {error}") from error
+        raise SystemExit(f"the models are not available: {error}") from error
     sizes = Sizes(
         options.pick(1, 3, 8),
         options.pick(24, 64, 128),

@@ -1146,8 +1146,8 @@ def _make_exit(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]
     parts = {name: getattr(adapter, name) for name in ("norm", "down", "up")}
     file = _save(recipe.target / EXIT_FILE, parts, {"layers": str(layers)})
     print(
-        f"{file}: after {layers} layers, {len(learned.tokens)} tokens learned, "
-        f"{len(tested.tokens)} tested"
+        f"{file}: after {layers} layers, trained on {len(learned.tokens)} tokens, "
+        f"tested on {len(tested.tokens)}"
     )
     print("untrained", tops(ExitAdapter.untrained(reader.config, reader.weights), reader, tested))
     print(
@@ -1336,10 +1336,10 @@ def train_deep_drafter(recipe: DrafterRecipe) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(recipe.draft / name, recipe.out / name)
     tokens = sum(len(one.states) for one in learned), sum(len(one.states) for one in tested)
-    print(f"{recipe.out}: {tokens[0]} tokens learned, {tokens[1]} tested")
+    print(f"{recipe.out}: trained on {tokens[0]} tokens, tested on {tokens[1]}")
     for name, each in (("draft", draft), ("deep", model)):
         print(
-            "{}: likeliest token agrees in {:.4f}, {:.4f} nats apart".format(
+            "{}: likeliest token agrees at {:.4f} of positions, KL divergence {:.4f} nats".format(
                 name, *agreement(each, head, tested)
             )
         )
@@ -1611,7 +1611,7 @@ def train_family(arguments: Sequence[str]) -> None:
             shares = [check(name, each, encoder, found.check) for each in (relative(name), model)]
             print(
                 f"{name}: solves {shares[1]:.3f} of {found.check} new problems, {shares[0]:.3f} "
-                f"before",
+                f"before training",
                 flush=True,
             )
 

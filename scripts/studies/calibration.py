@@ -267,7 +267,7 @@ def _synthetic() -> dict[str, StoredScores]:
 
 
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
-    """Draw whole questions from an array with replacement, as many questions as the array has.
+    """Sample whole questions of an array with replacement, as many as the array has.
 
     A tiny random shift of each question keeps repeated questions distinct.
     """

@@ -134,7 +134,7 @@ class Lab:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        # `time.time`, because its value continues in a process that replaces this process
+        # `time.time`, because its values stay comparable if another process replaces this one
         self._own_until = until
         self._until = until
 
@@ -267,8 +267,8 @@ class RandomModel:
         config = shape_of(lab, size)
         self.config = config
         weights = random_weights(config, lab.half, lab.device)
-        # The head is random too: a head of zeros would draw uniform tokens, and a device needs less
-        # power to multiply zeros.
+        # The output matrix is random too. With zeros, all tokens would be equally likely, and a
+        # device needs less power to multiply zeros.
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
         per_sequence = max(sizes.prompt + sizes.tokens, sizes.prefix + 3 * sizes.chunk) + 32
         room = torch.cuda.mem_get_info(lab.device)[0] * 0.8 if lab.is_cuda else 1 << 28

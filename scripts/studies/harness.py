@@ -300,7 +300,7 @@ class Table:
     def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:
         """Make a table whose header is written as in Markdown: "method | seconds".
 
-        `more` are the values of the fields after the notes.
+        `more` sets the fields after the notes, by name.
 
         :raises AssertionError: the number of cells of a row differs from that of the header.
         """

@@ -195,7 +195,9 @@ class Recorder:
         return await engine.sample(SampleRequest(ids, tokens, SAMPLING, seed, stop))
 
     def chunks(self, ids: TokenIds) -> list[int]:
-        """Return the end of each chunk: after a blank line, or at the greatest length of a chunk."""
+        """Return the index at which each chunk ends: after a blank line, or at the maximum length
+        of a chunk.
+        """
         ends: list[int] = []
         begin = 0
         for index in range(len(ids)):
@@ -534,8 +536,10 @@ def begin_bank(
     experiments: int = 1,
     half: str | None = None,
 ) -> tuple[Path, list[Problem]]:
-    """Write the split to the bank's file before any measurement. Return the file, and the problems
-    of one half or of both halves that the file lacks or has incompletely.
+    """Write the split of the problems into the bank's folder before any measurement.
+
+    Return the path of the bank's file, and the problems of one half or of both halves that are not
+    completely recorded there.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bank.jsonl"
@@ -555,7 +559,7 @@ def begin_bank(
         for name, records in recorded.items()
         if rollouts_only or has_everything(merged(records), experiments)
     }
-    # problems that lack only a reading are recorded last, because tables can already use them
+    # problems that lack only some fields are recorded last, because tables can already use them
     lacking = [problem for problem in wanted if problem.id not in complete]
     return path, sorted(lacking, key=lambda problem: problem.id in recorded)
 

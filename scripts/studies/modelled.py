@@ -140,7 +140,7 @@ PAIRS: Mapping[str, Pair] = {
 
 
 CHUNK = 500  # tokens of a full chunk in the recorded runs
-# tokens of a problem with instructions; an assumption, because the traces do not have this number
+# number of tokens of a problem with instructions; an assumption, because the traces do not have it
 PROMPT = 150
 _WORD = 1
 _END = 2
@@ -287,11 +287,12 @@ class TraceLaw:
     """Simulated rollouts whose number of tokens before the answer does not depend on the model that
     writes.
 
-    The number of tokens is drawn for each (problem, sample) from the question's recorded rollouts.
-    A log-normal kernel of Silverman's width smooths the numbers, so that 256 samples do not repeat
-    16 recorded rollouts. Scores and answers are the recorded ones at the same place. Methods
-    therefore differ in waiting and in the model that writes, but not in the amount of text, and
-    simulated accuracy has no meaning.
+    The number of tokens is sampled for each (problem, sample) from the question's recorded
+    rollouts. A log-normal kernel of Silverman's width smooths the numbers, so that 256 samples do
+    not repeat 16 recorded rollouts. Scores and answers are the recorded ones at the same position.
+
+    Methods therefore differ in waiting and in the model that writes, but not in the amount of text,
+    and simulated accuracy has no meaning.
     """
 
     def __init__(self, library: Library, seed: int = 0, grain: int = 10) -> None:
@@ -325,7 +326,7 @@ class TraceLaw:
         return Completion((_WORD,) * count, text, "end" if is_done else "length", (-0.5,) * count)
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the recorded score at this place of the rollout."""
+        """Return the recorded score at this position of the rollout."""
         problem, _, sample = request.rollout.rpartition("/")
         needed, recorded = self.rollout(problem, int(sample))
         if not recorded.scores:

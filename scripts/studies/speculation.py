@@ -189,7 +189,7 @@ def _opened(
         "k=auto, all proposers": {"drafter": str(drafter)},
         "suffix": {"speculate": "suffix"},
     }
-    # a second engine without proposals shows how much measurements of equal engines differ
+    # a second engine without proposals shows how much measurements of two identical engines differ
     ways["plain, once more"] = {}
     questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:

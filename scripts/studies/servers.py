@@ -254,7 +254,7 @@ and 64 rollouts call at once. With a factor of ten, these calls would take a thi
 GRAIN = 32
 """Number of real tokens that each token of the embedded pair stands for.
 
-Its chunks have a dozen tokens, but chunks of reasoning models have about 500.
+Chunks of the pair have a dozen tokens, but chunks of reasoning models have about 500.
 """
 _SEED_BITS = 63
 _AT_ONCE = Cost(1e-6, 0.0, 0.0, 0.0, origin="a server during its first requests")
@@ -318,7 +318,7 @@ class PairLaw:
 
     @property
     def grain(self) -> int:
-        """Return the number of real tokens per id."""
+        """Return the number of real tokens that one id stands for."""
         return GRAIN
 
     @property
@@ -349,7 +349,7 @@ class PairLaw:
         return self.written[key]
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Score with the model of `scored_by`."""
+        """Return the log-probabilities from the model that `scored_by` chose."""
         key = self._scorer, ScoreRequest(request.prefix, request.suffix)
         if key not in self._scored:
             self._scored[key] = self._portal.call(
@@ -433,7 +433,7 @@ def pair_law() -> Generator[PairLaw]:
 
 
 def paced(pair: Pair, faster: float) -> Pair:
-    """Return the pair with step times divided by `faster`."""
+    """Return the pair with all step times divided by `faster`."""
 
     def scaled(cost: Cost) -> Cost:
         names = ("step", "sequence", "cached", "prefilled")
@@ -715,7 +715,7 @@ def _shares(result: RunResult) -> list[float]:
 
 CONNECTIONS = 16
 _LOOKS = 20  # number of times that a soak inspects the process
-_SOAK_RATE = 12  # number of requests per second, which need a quarter of a core
+_SOAK_RATE = 12  # number of requests per second; at this rate, they need a quarter of a core
 QUESTION = "Start at 4. +3, -2. What is the result?"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -890,7 +890,10 @@ async def _status(address: tuple[str, int]) -> dict[str, Any]:
 
 
 async def _mixture(address: tuple[str, int], end: float, seed: int, done: Counter[str]) -> None:
-    """Send requests until a time, from several clients that mix all kinds of requests."""
+    """Send requests until the time `end`, from several clients.
+
+    Each client sends a mixture of all kinds of requests.
+    """
     async with anyio.create_task_group() as group:
         for number in range(CONNECTIONS):
             group.start_soon(_client, address, end, random.Random(seed + number), done)

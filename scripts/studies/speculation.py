@@ -124,8 +124,10 @@ class Arm:
 
 
 def study(options: Options) -> list[Table]:
-    """Compare all proposers with the embedded draft, then with weakened drafts, then with
-    transformers.
+    """Compare all proposers with plain decoding, first with the embedded draft, then with weakened
+    drafts.
+
+    A last comparison is with transformers.
     """
     torch.set_num_threads(1)
     lengths = options.pick((4,), (2, 4, 8, 12), (1, 2, 4, 6, 8, 12, 16))
@@ -408,7 +410,7 @@ class Device:
     work: list[Work] = field(default_factory=list[Work])
 
     def run(self, ready: float, seconds: float, what: str) -> float:
-        """Add work that may begin at `ready`, and return the time of its end."""
+        """Add work that cannot begin before `ready`, and return the time at which it ends."""
         begin = max(ready, self.free_at)
         self.free_at = begin + seconds
         self.work.append(Work(self.name, begin, self.free_at, what))
@@ -456,7 +458,9 @@ class AcceptanceTrace:
         return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
 
     def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
-        """Return the tokens of ranks `first` to `stop` - 1 at a position with a correct prefix."""
+        """Return the tokens that have the ranks `first` to `stop` - 1 at a position with a correct
+        prefix.
+        """
         ranks = self.exit_ranks if at_exit else self.ranks
         return [
             place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)
@@ -470,14 +474,14 @@ def _other(place: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs in seconds.
+    """Costs of a target step, a draft step and a message, in seconds.
 
-    A target step's cost depends on its number of rows, and a draft step's on its number of
+    A target step's cost depends on its number of rows, and a draft step's cost on its number of
     branches. A message is sent between two devices.
     """
 
     draft: Callable[[int], float]
-    # seconds of a target step, the same for any number of rows
+    # seconds of a target step; by default, the same for any number of rows
     target: Callable[[int], float] = lambda rows: 1.0
     message: float = 0.0
 
@@ -787,7 +791,10 @@ def headlines() -> list[Headline]:
 
 
 def needed(speedup: Speedup, goal: float) -> float | None:
-    """Return the acceptance rate at which an increasing speed-up reaches a goal, or None."""
+    """Return the acceptance rate at which the speed-up reaches the goal, or None.
+
+    The speed-up must increase with the acceptance rate.
+    """
     low = 0.0
     high = 1.0
     if speedup(high) < goal:
@@ -1091,7 +1098,9 @@ def schemes() -> dict[str, Timeline]:
 
 
 def drawn(lines: dict[str, Timeline]) -> str:
-    """Draw the timelines from left to right; each number is the tokens that a target step wrote."""
+    """Draw the timelines from left to right. Each number counts the tokens that one target step
+    wrote.
+    """
     parts = list[str]()
     top = 40
     for title, line in lines.items():
@@ -1165,7 +1174,7 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "deep, k=8": _DEEP,
     "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
 }
-_GROUPS = (1, 2, 3, 4, 6)  # numbers of attentions that are computed together
+_GROUPS = (1, 2, 3, 4, 6)  # how many attentions are computed together
 _CONTEXTS = (60, 150, 250)  # numbers of tokens before the first drafted token
 _TOKENS = 8
 _DRAWS = 10  # number of drafting calls per round
@@ -1218,8 +1227,8 @@ def _exit(arm: str) -> Generator[None]:
 
 
 def live(options: Options) -> list[Table]:
-    """Measure one sequence at a time, with the same texts for all arms, at each padding of the
-    target.
+    """Measure one sequence at a time, with the same texts for all arms, for each size to which the
+    target is padded.
     """
     spent = Spent()
     tables = list[Table]()

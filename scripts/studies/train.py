@@ -93,8 +93,8 @@ INSTRUCTIONS = (
     "Solve step by step and write the answer in \\boxed{}.",
 )
 LEVEL_MIX = (1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5)
-"""Difficulty levels to draw from; long problems are more frequent, because models fail more often
-on long problems.
+"""Difficulty levels to choose from at random. Long problems are more frequent, because models fail
+more often on these.
 """
 
 
@@ -108,7 +108,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Shares of the kinds of training conversations."""
+    """Settings of the mixture of training conversations."""
 
     errors: float = 0.35  # share of conversations with planted errors
     instructed: float = 0.15  # share of conversations with an instruction or a system message
@@ -221,7 +221,7 @@ def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[P
 def drafted_conversation(
     random: Random, exercise: Exercise, chunks: Sequence[str], wrong: int
 ) -> list[Piece]:
-    """Return a conversation in which the draft wrote `chunks` and made an error in chunk `wrong`.
+    """Return a conversation with the draft's `chunks`, of which chunk `wrong` has an error.
 
     The correction follows the error after at most two more chunks.
     """
@@ -302,8 +302,8 @@ def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
 
 
 def _misread(random: Random, step: Step, wrong: Operation) -> str:
-    """Return the step with another computation; in most cases the words before it change
-    accordingly.
+    """Return the text of a step with the wrong operation `wrong`. In most cases, the numbers in the
+    words before the computation change with it.
     """
     before = step.before
     if random.random() < 0.7:
@@ -500,7 +500,7 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A weight without bias, cast to the compute type at its use."""
+    """A matrix without bias, cast to the compute type when it is used."""
 
     def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -627,7 +627,7 @@ class Llama(nn.Module):
         return Where(angles.cos().to(compute), angles.sin().to(compute), mask)
 
     def states(self, ids: Tensor, where: Where) -> list[Tensor]:
-        """Return the residual stream after every layer, each [batch, seq, hidden]."""
+        """Return the residual stream after every layer, each with shape [batch, seq, hidden]."""
         found = [F.embedding(ids, self.model.embed_tokens.weight)]
         for layer in self.model.layers:
             found.append(layer(found[-1], where))
@@ -776,7 +776,7 @@ class Workers:
         )
 
     def backward(self, batches: Sequence[Batch]) -> float:
-        """Compute the gradients of a whole step in the model, and return its mean loss per learned
+        """Compute the gradients of a whole training step, and return the mean loss per learned
         token.
 
         :raises BrokenProcessPool: a helper died.
@@ -926,7 +926,7 @@ class HeadsRecipe:
         return LocalOptions(worker="thread", threads=1, device=self.device, dtype=self.dtype)
 
     def type_of(self, folder: Path) -> torch.dtype:
-        """Return the data type in which to load the model of a folder."""
+        """Return the data type in which the model of a folder is loaded."""
         found = self.dtype
         if found == "auto":
             on_gpu = self.device.startswith("cuda")
@@ -963,7 +963,7 @@ class Reader:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        """Load the model; with `layers`, load only that many layers and the output matrix."""
+        """Load the model. If `layers` is given, load only that many layers and the output matrix."""
         config = read_model_config(folder, folder.name)
         self.device = torch.device(device)
         weights = load_weights(folder, config, dtype, self.device, folder.name)
@@ -1246,9 +1246,9 @@ def lessons(reader: Reader, texts: Sequence[Text]) -> list[Lesson]:
 
 
 def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
-    """Yield batches without end.
+    """Yield batches of training examples without end.
 
-    Each batch has texts of similar length, and all batches have about equally many tokens.
+    The texts of a batch have similar lengths, and all batches have about equally many tokens.
     """
     while True:
         order = sorted(found, key=lambda one: (len(one.ids), random.random()))
@@ -1456,7 +1456,7 @@ class Relative(Llama):
 
 
 class LowRank(nn.Module):
-    """A change of a matrix: the product of two narrow matrices is added to it."""
+    """A low-rank change of a matrix: the product of two narrow matrices is added to it."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -1560,8 +1560,8 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
 
 
 def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
-    """Return the share of new problems that a model solves at temperature 0; the problems are of
-    the member's kind.
+    """Return the share of new problems that a model solves at temperature 0. The problems are of
+    the kind that the member is trained on.
     """
     tests = list(islice(MEMBERS[name].exercises("test", Random(77)), count))
     with tempfile.TemporaryDirectory() as place:
@@ -1676,8 +1676,8 @@ RECIPES: dict[str, Recipe] = {
         muon_rate=0.01,
         decay=0.1,
     ),
-    # The target sees few planted errors until it can solve problems, and then more, with recorded
-    # errors of the draft.
+    # The target sees few planted errors until it can solve problems. Then it sees more of them, and
+    # also recorded errors of the draft.
     "target": Recipe(
         ModelConfig(
             hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=640
@@ -1723,7 +1723,9 @@ class Trainer:
         self.progress = Progress()
 
     def keep(self) -> None:
-        """Write the checkpoint atomically, so that a kill leaves either the old or the new one."""
+        """Write the checkpoint atomically: if the process is killed, either the old or the new
+        checkpoint is complete.
+        """
         part = self.checkpoint.with_suffix(".part")
         optimizers = [optimizer.state_dict() for optimizer, _ in self.descent.optimizers]
         plain = {"progress": asdict(self.progress), "recipe": asdict(self.recipe)}
@@ -1758,7 +1760,7 @@ class Trainer:
         return self.recipe.stage(self.progress.step)
 
     def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
-        """Yield the remaining data for the current stage."""
+        """Yield the remaining training data of the current stage."""
         recipe = self.recipe
         return batches(
             self.encoder,

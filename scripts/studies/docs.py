@@ -105,14 +105,15 @@ _GPUS = """\
 
 This page is for people with GPUs who choose a pair. For every pair and card, the table shows whether both models fit in
 one process, and how many rollouts the pair can process at once. `atts pairs --local` prints the table of the installed
-version. `scripts/docs` computes this page with the functions that an engine calls when it opens. Nothing on this page
-has been measured on a GPU yet.
+version. `scripts/docs` computes this page with the functions by which an engine divides the memory when it opens. Nothing
+on this page has been measured on a GPU yet.
 
 The columns *draft* and *target* give each model's memory as weights + cache, in gigabytes, for bfloat16. Each engine
 also reserves 1.5 GB, and atts leaves 8 % of a card's memory free for other programs. The column *at once* is the number
 of complete rollouts that fit into the cache, at most 64. With two GPUs, the target is on the first and the draft on the
-second. A pair needs servers if it is too large for two cards, or has 4-bit weights or a mixture of experts. The last
-column is the number of cards that vLLM needs for the pair. An asterisk means that the target needs FP8 weights.
+second. A pair needs servers if it is too large for two cards, or has 4-bit weights or a mixture of experts. The column
+*with servers* is the number of cards that vLLM needs for the pair. An asterisk after this number means that the target
+must then have FP8 weights.
 `atts pairs PAIR --card CARD` prints the commands for vLLM.
 
 | pair | tokens per rollout | card | fits on | draft | target | at once | with servers |

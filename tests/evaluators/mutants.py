@@ -68,12 +68,14 @@ _WORDS: dict[str, str] = dict(
 _FOLDED = re.compile(
     r"\\(?:binom|dbinom|tbinom|max|min|gcd|lcm|lfloor|lceil|pm|mp|cos|sin|tan|arg|operatorname)|\||_|\\equiv|!|\bmod"
 )
-"""Patterns of answers that may keep their value when a number in them changes, or that name a number."""
+"""Patterns that exclude an answer from being changed: its value may stay the same if one of its
+numbers changes, or it contains a name with a number.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """An answer, a second answer with another meaning, and the kind of the change."""
+    """An original answer, a changed copy with another meaning, and the kind of the change."""
 
     kind: str
     gold: str
@@ -81,8 +83,8 @@ class Mutant:
 
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
-    """Make this number of different mutants, equally many of each kind, or fewer if there are too
-    few answers.
+    """Make `count` different mutants, about equally many of each kind. If there are too few
+    answers, make fewer.
     """
     random = Random(f"mutants:{seed}")
     found = dict[tuple[str, str], Mutant]()
@@ -112,7 +114,8 @@ def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
             or _is_same(mutant.gold, mutant.answer)
         ):
             idle[kind] += 1
-            if idle[kind] > 2_000:  # stop if this kind of change has given no new mutant for long
+            # drop a kind of change that has given no new mutant for a long time
+            if idle[kind] > 2_000:
                 kinds.remove(kind)
             continue
         found[mutant.gold, mutant.answer] = mutant
@@ -147,8 +150,8 @@ def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str
 
 
 def _is_same(gold: str, made: str) -> bool:
-    """Decide by a separate computation whether two texts are equal numbers, fractions or powers;
-    unreadable texts count as different.
+    """Compute both values without the grader, and return whether they are equal. Strings that
+    cannot be computed count as different.
     """
     one = _value(gold)
     two = _value(made)

@@ -89,21 +89,25 @@ def test_sympy_proves_answers_equal(gold: str, answer: str) -> None:
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
 def test_sympy_proves_answers_different(gold: str, answer: str) -> None:
-    """sympy proves clearly different texts different, and the verdict names the rule."""
+    """sympy proves that the listed answers are different, whichever of the two is the reference,
+    and a vote puts them into two classes.
+    """
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["different", "different"]
     assert group([gold, answer]) == [0, 1]
 
 
 def test_a_verdict_of_sympy_names_its_rule() -> None:
-    """The rule of the verdict shows that sympy decided."""
+    """A verdict that sympy decided has the rule "algebra", whether the answers are equal or
+    different.
+    """
     assert equivalent(*EQUAL["integral"]).rule == "algebra"
     assert equivalent(*DIFFERENT["integral"]).rule == "algebra"
 
 
 def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a timeout the pair is unscored, the sample counts as timed out, and the worker accepts
-    the next question.
+    """If sympy exceeds its time limit, the pair is unscored and the sample has the status
+    "timeout". The worker still answers the next question.
     """
     monkeypatch.setattr(algebra, "SECONDS", 1.0)
     verdict = equivalent(*SLOW)
@@ -178,8 +182,8 @@ def test_simple_answers_start_no_worker(worker: algebra.Worker) -> None:
 
 
 def test_sympy_knows_which_letters_are_positive() -> None:
-    """sympy settles an integral of a square root only if the integral's letter is known to be
-    positive.
+    """The listed integral contains a square root, so it equals the answer only if its variables are
+    positive. By default atts assumes this for such a variable; with `variables="real"` it does not.
     """
     gold = r"\int_0^1 2x\sqrt{\rho^2 L}\,dx"
     assert equivalent(gold, r"\rho\sqrt{L}").rule == "sizes"

@@ -101,8 +101,8 @@ def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
     ],
 )
 def test_a_reply_without_a_verdict_leaves_the_answer_unscored(engine: Judge, reason: str) -> None:
-    """If the model's reply has no verdict, the answer keeps its earlier rule, and the detail says
-    why the model could not decide.
+    """If the model's reply has no verdict, the answer stays unscored with the rule "undecided", and
+    the detail says why the model gave no verdict.
     """
     (one,) = judged(engine, OPEN)
     assert (one.verdict.status, one.verdict.rule) == ("unscored", "undecided")

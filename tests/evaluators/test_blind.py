@@ -298,8 +298,8 @@ def test_several_letters_are_one_choice() -> None:
 
 
 def test_a_remainder_may_name_its_modulus() -> None:
-    """An answer may add a modulus that the reference lacks; if the reference has a modulus, the
-    answer needs it.
+    """If the reference has no modulus, the answer may still give one. If the reference has a
+    modulus, an answer without it is not equal.
     """
     assert matches_reference("4", r"4 \pmod{9}").is_equal
     assert not matches_reference("4", r"13 \pmod{9}").is_equal
@@ -323,8 +323,8 @@ def test_positive_letters_come_from_the_problem() -> None:
 
 
 def test_a_vote_counts_constants_of_any_letter_together() -> None:
-    """Integration constants of different letters are in one class, even among many answers that are
-    compared by keys.
+    """Answers that differ only in the letter of the integration constant are in one class, even in
+    a vote of so many answers that atts compares keys instead of pairs.
     """
     others = [f"{number}x^{number}+C" for number in range(3, 40)]
     classes = group(["x^2+C", *others, "x^2+k", "x^2+1+C", "Dora", "Dora wins"])

@@ -80,7 +80,7 @@ Writer = Callable[[Path, list[dict[str, Any]]], Path]
 def test_every_kind_of_file_gives_the_same_problems(
     tmp_path: Path, name: str, write: Writer
 ) -> None:
-    """Content and digest do not depend on the kind of file; only ids contain the file's name."""
+    """Problems and digest are the same for each kind of file; only the ids contain the file's name."""
     found = load_dataset(write(tmp_path / name, ROWS))
     assert [(it.text, it.answer, it.level, it.subject) for it in found] == [
         ("1 + 1?", "2", 1, "Addition"),
@@ -109,8 +109,8 @@ def test_the_digest_depends_on_content_and_order_only(tmp_path: Path) -> None:
 
 
 def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
-    """Column names that the user gives take precedence over guesses, and a lead column precedes the
-    text.
+    """The user's column names take precedence over names that atts would guess, and the text of the
+    `context` column is put before the question.
     """
     path = write_csv(
         tmp_path / "odd.csv", [{"Frage": "wie viel?", "Lösung": "7", "Vorspann": "Es war einmal."}]
@@ -124,7 +124,7 @@ def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
     ("given_answer", "read"), [(27, "27"), (27.0, "27"), (0.5, "0.5"), (["1", "2"], "1, 2")]
 )
 def test_answers_of_any_type_become_text(tmp_path: Path, given_answer: object, read: str) -> None:
-    """A float without a fraction becomes a whole number, and lists are joined."""
+    """Answers become strings: 27.0 becomes "27", and the items of a list are joined by commas."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p", "answer": given_answer}])
     assert load_dataset(path).problems[0].answer == read
 
@@ -223,8 +223,8 @@ def test_parquet_without_pyarrow_says_how_to_install_it(
 
 
 def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> None:
-    """Problems without a reference are kept only on request, and then noted, because they cannot be
-    graded.
+    """Problems without a reference answer are kept only on request. A note then gives their number,
+    because they cannot be graded.
     """
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p"}, {"problem": "q"}])
     found = load_dataset(path, options=LoadOptions(answers="optional"))
@@ -301,8 +301,8 @@ GPQA_ROWS: list[dict[str, Any]] = [
 
 
 def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
-    """Each letter is correct for about a quarter of the questions, and another seed gives another
-    letter.
+    """The choices are shuffled so that each letter is correct for about a quarter of the questions.
+    Another seed gives another shuffle.
     """
     path = write_csv(tmp_path / "gpqa_diamond.csv", GPQA_ROWS)
     found = load_dataset("gpqa", options=LoadOptions(file=path))
@@ -311,9 +311,11 @@ def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
         assert problem.choices["ABCD".index(problem.answer)].startswith("right")
         assert sorted(problem.choices)[1:] == ["wrong one", "wrong three", "wrong two"]
     letters = Counter(problem.answer for problem in found)
-    # a binomial number of 198 draws with probability 1/4, plus or minus 4 standard deviations
+    # the count is binomial with n = 198 and p = 1/4; the limits are about 4 standard deviations
+    # from its mean
     assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters
-    # empty columns, which commands without a column mapping pass, have the same effect as none
+    # an empty column mapping, which commands pass if the user gives none, has the same effect as no
+    # mapping
     again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest
@@ -335,7 +337,9 @@ def test_the_order_of_choices_belongs_to_the_question(tmp_path: Path) -> None:
 
 
 def test_choice_orders_are_fixed_for_all_time() -> None:
-    """The orders of choices equal recorded ones, because published numbers must stay reproducible."""
+    """The orders of choices are the same as in earlier versions, because published results must
+    stay reproducible.
+    """
     assert [letter_order(0, f"gpqa/{number}", 4) for number in range(3)] == [
         (0, 3, 2, 1),
         (3, 0, 1, 2),
@@ -362,8 +366,8 @@ def test_a_seeded_draw_is_pythons_own_sample() -> None:
 
 
 def test_filters_then_draw_then_slice() -> None:
-    """Filters, draw and slice apply in this order, and ids keep the requested order, with or
-    without their prefix.
+    """A selection first filters, then draws a sample, then takes the slice. If the user lists ids,
+    the problems keep the order of this list.
     """
     chosen = select(
         problems(100), Selection(levels=(2, 3), subjects=("a",), sample=10, seed=1, stop=4)

@@ -52,9 +52,8 @@ def test_real_files_load_whole(name: str, shared_data: Path) -> None:
 
 
 def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None:
-    """One row of OlympiadBench has a tolerance of a tenth.
-
-    In eight rows the unit may be left out, but another unit is wrong.
+    """One problem of OlympiadBench accepts answers within 0.1 of the reference. If the reference
+    has a unit, the answer may omit the unit but not have another one.
     """
     found = from_file("olympiadbench", shared_data)
     assert {it.grading for it in found} == {
@@ -73,9 +72,7 @@ def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "gsm8k"])
 def test_whole_number_benchmarks_have_whole_number_references(name: str, shared_data: Path) -> None:
-    """References of benchmarks with whole-number answers have no leading zero, ".0" or comma; the
-    few other references are unchanged.
-    """
+    """If a reference is a whole number, it is written without a leading zero, ".0" or comma."""
     answers = [it.answer for it in from_file(name, shared_data)]
     assert all(answer == str(int(answer)) for answer in answers if answer)
 
@@ -337,7 +334,9 @@ def test_each_benchmark_reads_from_the_hubs_cache(
 
 
 def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
-    """opencompass/AIME2025 has no ids and two files; a degree sign is dropped from a whole number."""
+    """opencompass/AIME2025 has two files without ids: part I is read before part II, and problems
+    are numbered. A degree sign after a whole number is dropped.
+    """
     files = {
         "aime2025-II.jsonl": lines([{"question": "II", "answer": "336^\\circ"}]),
         "aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}]),

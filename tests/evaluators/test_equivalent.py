@@ -204,7 +204,7 @@ def test_cases_of_other_checkers(shared_data: Path) -> None:
         if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]
     ]
     assert len(rows) > 700
-    # 17 "any text": words that are not a unit leave the pair unscored
+    # in eq0406, words that are not a unit follow the number 17, so the pair is unscored
     assert (wrong, turned) == (
         ["eq0406"],
         ["eq0406"],

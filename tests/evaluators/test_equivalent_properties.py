@@ -88,7 +88,9 @@ def test_arithmetic_is_graded_by_value(one: Written, two: Written) -> None:
 @CASES
 @given(EXPRESSIONS)
 def test_an_expression_equals_its_lowest_terms(item: Written) -> None:
-    """Every spelling of a value equals its lowest terms, and equals no neighbouring value."""
+    """An expression equals its value as a fraction in lowest terms, and differs from that value
+    plus 1/7.
+    """
     value = item.value
     assert equivalent(item.text, rf"\frac{{{value.numerator}}}{{{value.denominator}}}").is_equal
     assert equivalent(str(value), item.text).is_equal
@@ -139,7 +141,7 @@ def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
     )
     assume(not ("nswer" in inner and outer != "{}") and not ("$" in inner and "$" in outer))
     assume(not ("[" in inner + outer and inner != outer))
-    # a full stop after a number must be the end of a sentence, so this combination is left out
+    # in this combination the full stop follows a number but does not end the sentence
     assume(not (inner == "{}." and "approx" in outer))
     assert equivalent(answer, outer.format(inner.format(answer))).is_equal
 

@@ -38,7 +38,9 @@ BOXES = [
 
 @pytest.mark.parametrize(("text", "answer"), BOXES)
 def test_the_last_box_counts(text: str, answer: str) -> None:
-    """The last box with content is the answer, or the last few boxes if the text joins them."""
+    """The last box with content gives the answer. If the text joins several boxes, as in "the roots
+    are A, B", all of them do.
+    """
     assert extract(text) == answer
 
 

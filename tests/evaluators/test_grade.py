@@ -110,8 +110,8 @@ def test_a_bad_record_is_a_usage_error_under_strict(
 
 
 def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Done]) -> None:
-    """Bad records are reported and the other records are graded: graded records keep their index,
-    and the accuracy leaves out bad records.
+    """Bad records are reported with their index and not counted in the accuracy; the other records
+    are graded as usual.
     """
     stdin = 'not json\n{"gold": "5"}\n{"gold": "5", "answer": "5"}\n'
     done = atts("-", "--json", stdin=stdin)
@@ -128,7 +128,9 @@ def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Don
 
 
 def test_nothing_but_bad_records_is_a_usage_error(atts: Callable[..., Done]) -> None:
-    """If every record of a file is bad, the file is refused, because it must have another format."""
+    """If every record of a file is bad, the file probably has another format, so atts refuses the
+    file.
+    """
     done = atts("-", stdin='{"gold": "5"}\n')
     assert done.returncode == 2
     assert "no record could be graded" in done.stderr
@@ -182,8 +184,8 @@ def test_the_python_function_equals_the_command() -> None:
 
 
 def test_expected_verdicts_are_compared() -> None:
-    """If records have an expected verdict, the summary counts agreements, and separately the pairs
-    that were wrongly called equal.
+    """If records have an expected verdict, the summary counts the verdicts that agree, and also the
+    pairs that were wrongly called equal.
     """
     tally = GradeTally()
     for each in grade(

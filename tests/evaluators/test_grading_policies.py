@@ -27,7 +27,9 @@ EXAMPLES: tuple[tuple[str, Grading, str, str, str], ...] = (
     ("choices", Grading(choices="text"), "B", "mitochondria", "equal"),
     ("choices", Grading(choices="text"), "B", "nucleus", "different"),
 )
-"""Policy, its setting, reference, answer, and verdict; choices are nucleus, mitochondria, ribosome."""
+"""Examples: policy, setting, reference, answer, expected verdict. The choices of a multiple-choice
+question are nucleus, mitochondria and ribosome.
+"""
 CHOICES = ("nucleus", "mitochondria", "ribosome")
 
 
@@ -52,7 +54,9 @@ def test_the_examples_of_policies_hold() -> None:
 
 
 def test_the_examples_of_fixed_rules_hold() -> None:
-    """Domains, repeats and counts are graded as the page shows, whichever side is the reference."""
+    """The page's examples of fixed rules, such as domains and repeated items, have the verdict that
+    the page gives, whichever answer is the reference.
+    """
     from scripts.studies.grading import TARGET
 
     section = (

@@ -61,7 +61,7 @@ def test_the_partition_does_not_depend_on_the_order(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([answer for answer in POOL if answer]), max_size=10))
 def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
-    """Any two answers of a class are equal under the grader, so a vote is for one answer."""
+    """If a vote puts two answers into one class, the grader calls them equal."""
     classes = group(answers)
     for i, one in enumerate(answers):
         for j, two in enumerate(answers[:i]):
@@ -70,8 +70,8 @@ def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
 
 
 def test_equal_answers_are_together_unless_that_would_join_different_ones() -> None:
-    """Two equal answers are in different classes only if one class for both would also contain
-    different answers.
+    """Equal answers are in one class, unless their common class would contain a pair of different
+    answers.
     """
     answers = [answer for answer in POOL if answer]
     classes = dict(zip(answers, group(answers), strict=True))

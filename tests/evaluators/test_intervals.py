@@ -60,7 +60,7 @@ def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> N
 
 
 def test_one_problem_has_no_interval_over_problems() -> None:
-    """The interval over a single problem is wider than 0.7, whatever the number of its samples."""
+    """The interval over a single problem is wider than 0.7, however many samples the problem has."""
     found = mean_estimate([0.75], 64)
     assert found.high - found.low > 0.7
 
@@ -81,7 +81,9 @@ def test_undefined_rates_are_reported_as_undefined() -> None:
 
 
 def test_an_estimate_prints_its_basis() -> None:
-    """The text of an estimate has value, interval, level, method, and problems times samples."""
+    """A printed estimate has its value, interval, confidence level, method, number of problems, and
+    number of samples.
+    """
     assert str(Estimate(0.80869, 0.756, 0.8604, 100, 1600, "wilson")) == (
         "0.809 [0.756, 0.860] (95 % wilson, 100 problems × 16)"
     )
@@ -172,8 +174,7 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
     ]
     least = 0.95 - 3.5 * math.sqrt(0.0475 / 200)
     for known, found in cases:
-        # with a rate above 0.99, a sample of 30 problems often has no problem that differs from the
-        # others
+        # rates above 0.99 are left out, because often all 30 problems of a run have the same value
         if known <= 0.99:
             assert covered(known, [mean_estimate(values, total) for values in found]) >= least, (
                 known
@@ -182,8 +183,8 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
 
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])
 def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> None:
-    """For shares of unequal totals, as in realised rates, the interval covers the true value as
-    often as stated, over 250 runs of 30 problems.
+    """In a realised rate, problems have different numbers of decisions. Over 250 simulated runs of
+    30 problems, the interval of such a share covers the true value as often as stated.
     """
     rng = np.random.default_rng(round(1000 * truth))
     found: list[Estimate] = []
@@ -213,9 +214,7 @@ def test_wilson_weighs_problems_equally() -> None:
 
 @pytest.mark.parametrize("wrong", [10.94, -0.25, math.inf])
 def test_a_mean_above_1_gets_no_interval_of_shares(wrong: float) -> None:
-    """A mean of 10.94 gets no interval within [0, 1]; a sum of floats that exceeds 1 by rounding
-    still gets one.
-    """
+    """Values outside [0, 1] are refused as shares, except a value that exceeds 1 only by rounding."""
     with pytest.raises(OptionError, match="is not a share"):
         mean_estimate([0.5, wrong], 2)
     with pytest.raises(OptionError, match="is not a share"):

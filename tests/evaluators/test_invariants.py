@@ -34,8 +34,8 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None:
-    """A shared pair has the same verdict whichever side is the reference, and a vote joins exactly
-    the equal answers.
+    """A pair of the shared files has the same verdict whichever answer is the reference. A vote
+    puts the two answers into one class exactly if they are equal.
     """
     pairs = [
         (row["gold"], row["pred"])
@@ -99,8 +99,8 @@ def test_an_answer_ended_by_the_clock_is_unscored(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_budget_counts_work() -> None:
-    """If a comparison exceeds its budget of work, the answer is unscored, with the rule of the
-    limits.
+    """If a comparison exceeds its limit of computing steps, the answer is unscored with the rule
+    "limits".
     """
     verdict = equivalent(r"\sin x + \cos x", r"\cos x + \sin(x) + 10^{-60}", limits=Limits(work=20))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
@@ -152,8 +152,8 @@ def test_reading_takes_linear_time(unit: str, read: str) -> None:
 
 
 def test_very_long_texts_are_read_at_their_end() -> None:
-    """Only the last million of ten million characters is read; an answer of ten million characters
-    exceeds a limit.
+    """Extraction searches only the end of a text that exceeds the limit on characters, and an
+    answer that exceeds this limit is not compared.
     """
     text = "a" * 10 * MOST_CHARACTERS
     assert extraction(text + r" so \boxed{7}").answer == "7"

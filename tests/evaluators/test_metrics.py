@@ -34,8 +34,8 @@ CASE = st.lists(st.booleans(), min_size=1, max_size=9).flatmap(
 
 
 def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
-    """Return the share of all subsets of k samples in which `right` accepts the number of correct
-    samples.
+    """Return the share of all subsets of k samples for which `right`, given the number of correct
+    samples in the subset, returns true.
     """
     subsets = list(itertools.combinations(row, k))
     return Fraction(sum(bool(right(sum(subset))) for subset in subsets), len(subsets))
@@ -44,8 +44,8 @@ def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
 @FEW
 @given(CASE)
 def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
-    """pass@k needs one correct sample, pass^k needs all, and G-pass@k needs at least the share tau
-    and at least one.
+    """The metrics equal an enumeration of all subsets of k samples. pass@k needs one correct
+    sample, pass^k needs all, and G-pass@k needs a share of at least tau.
     """
     row, k = case
     counts = count([row])
@@ -109,8 +109,8 @@ def test_large_counts_neither_overflow_nor_lose_digits() -> None:
 
 
 def test_rows_may_have_different_lengths() -> None:
-    """Problems may have different numbers of samples: unknown samples count as wrong, and arrays
-    give the same results as lists.
+    """Problems may have different numbers of samples. A sample with an unknown verdict counts as
+    wrong. Arrays give the same counts as lists.
     """
     rows: list[list[bool | None]] = [[True, None, False], [None], []]
     assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
@@ -142,8 +142,8 @@ LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_s
 
 
 def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int) -> Fraction:
-    """Return the mean accuracy of the votes of all subsets of k samples. Ties are split evenly, and
-    a class that wins counts with its share of correct samples.
+    """Return maj@k computed by a vote in every subset of k samples. Tied classes share the win
+    equally, and each class counts with its share of correct samples.
     """
     total = Fraction(0)
     subsets = list(itertools.combinations(range(len(labels)), k))
@@ -174,8 +174,8 @@ def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Ra
 
 
 def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Fraction:
-    """Evaluate maj@k's polynomial in exact integers, which is too slow for atts but exact for large
-    n.
+    """Compute maj@k from a polynomial with exact integers. This is too slow for atts but exact even
+    for many samples.
     """
     total = Fraction(0)
     for j in range(1, min(right, k) + 1):
@@ -227,7 +227,7 @@ def test_maj_at_k_survives_thousands_of_samples() -> None:
 def test_a_vote_does_not_depend_on_the_order_of_finishing(
     labels: list[str | None], chance: random.Random
 ) -> None:
-    """Another order of the samples does not change even the last digits of maj@k."""
+    """Shuffling a problem's samples does not change maj@1."""
     order = list(range(len(labels)))
     chance.shuffle(order)
     shuffled = [labels[at] for at in order]

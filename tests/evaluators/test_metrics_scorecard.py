@@ -67,13 +67,15 @@ def test_unusable_samples_are_counted_by_kind() -> None:
 
 
 def test_samples_without_an_answer_do_not_vote() -> None:
-    """Three samples without an answer do not outvote a single answer."""
+    """One sample with a correct answer wins the vote against three samples without an answer."""
     run = [Samples("p", (True, False, False, False), ("a", None, None, None))]
     assert score(run, ks=(4,)).estimates["maj@4"].value == 1
 
 
 def test_without_labels_there_is_no_vote() -> None:
-    """Without statuses, unknown samples are unscored; without problems, all rates are undefined."""
+    """Without labels of answers no maj@k is computed, and a sample with an unknown verdict counts
+    as unscored. Without problems every rate is undefined.
+    """
     found = score([Samples("p", (True, None))])
     assert not [name for name in found.estimates if name.startswith("maj")]
     assert (found.coverage.samples, found.coverage.unscored) == (2, 1)

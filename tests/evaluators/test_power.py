@@ -21,8 +21,8 @@ def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[
 
 
 def test_the_split_is_unbiased_with_two_samples() -> None:
-    """With two samples per problem, the mean estimates of both parts of the variance equal the true
-    values over many small runs.
+    """With only three samples per problem, the estimates of the variance between and within
+    problems equal the true values on average over 300 runs.
     """
     draw = np.random.default_rng(0)
     splits: list[VarianceSplit] = []
@@ -45,7 +45,7 @@ def test_a_detectable_difference_has_80_percent_power(problems: int, samples: in
     seen = 0
     runs = 600
     for _ in range(runs):
-        # in both runs, the mean of p(1 - p) over these accuracies p is 0.18
+        # 0.18 is the mean of p(1 - p) over the problems' accuracies p in each run
         centre = np.where(draw.uniform(size=problems) < 0.5, 0.24, 0.76)
         first, second = (
             [sum(row) / samples for row in rows(draw, centre + side * gain / 2, samples)]
@@ -56,7 +56,9 @@ def test_a_detectable_difference_has_80_percent_power(problems: int, samples: in
 
 
 def test_the_problems_needed_shrink_with_samples_and_points() -> None:
-    """Detecting a difference three times as large takes about a ninth of the problems."""
+    """Four times as many samples need a quarter of the problems, and a difference three times as
+    large needs about a ninth.
+    """
     split = VarianceSplit(0.1, 0.1, 40)
     few, many = paired_power(split, 40, 2), paired_power(split, 40, 8)
     assert few.needed[0] == pytest.approx(4 * many.needed[0], rel=0.01)
@@ -67,8 +69,8 @@ def test_the_problems_needed_shrink_with_samples_and_points() -> None:
 
 
 def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
-    """The estimated spread of the difference leaves out sampling noise: 0 if accuracies are the
-    same, the true spread if half the problems differ.
+    """The estimated variance of the difference in accuracy over problems excludes sampling noise.
+    It is 0 if accuracies are the same, and 0.01 if half of the problems gain 0.2.
     """
     draw = np.random.default_rng(2)
     accuracy = draw.uniform(0.3, 0.7, 4_000)
@@ -80,8 +82,8 @@ def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
 
 
 def test_single_samples_give_no_split_of_variance() -> None:
-    """One sample per problem, or equal rollouts, show no variance within problems, so the variance
-    is not split.
+    """A single sample per problem does not show the variance within problems, so it is not
+    estimated. If all rollouts have the same result, the text says so.
     """
     assert variance_split([[True], [False]]) is None
     alike = variance_split([[True, True], [True, True]])
@@ -99,8 +101,8 @@ def test_no_detectable_difference_exceeds_100_points() -> None:
 
 @pytest.mark.parametrize(("within", "spread"), [(0.0, 0.0), (0.1, -1.0), (0.1, float("nan"))])
 def test_equal_rollouts_give_no_power(within: float, spread: float) -> None:
-    """Without variance, a power analysis would claim that two problems show any difference, so atts
-    estimates no power.
+    """If the variance is zero or invalid, atts refuses to estimate power, because any difference
+    would appear detectable.
     """
     with pytest.raises(OptionError, match="variance"):
         paired_power(VarianceSplit(0.1, within, 5), 10, 4, spread)

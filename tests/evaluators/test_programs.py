@@ -63,7 +63,7 @@ def test_solutions_pass_and_wrong_programs_fail(
 
 
 def test_the_shipped_tasks_are_complete(tasks: dict[str, Problem]) -> None:
-    """Each of the thirty tasks has two public tests and at least two hidden ones."""
+    """There are thirty shipped tasks, each with two public tests and at least two hidden tests."""
     assert len(tasks) == 30
     for task in tasks.values():
         assert task.answer is not None
@@ -177,8 +177,8 @@ def test_the_last_python_block_is_the_program() -> None:
 
 @pytest.mark.parametrize("word", ["snan", "-sNaN7", "nan", "inf"])
 def test_a_word_that_is_no_usual_number_is_a_wrong_output(word: str) -> None:
-    """A program that prints a special number instead of the expected number gets a verdict, and no
-    error is raised.
+    """If a program prints NaN or infinity instead of the expected number, its output is wrong, and
+    grading raises no error.
     """
     tests = ProgramTests((Case("", "3"),), public=1)
     problem = Problem("p", "text", tests.text(), kind="code")
@@ -205,8 +205,8 @@ def test_a_deeply_nested_value_is_a_wrong_output(depth: int) -> None:
 
 
 def test_programs_with_equal_outputs_vote_together(tasks: dict[str, Problem]) -> None:
-    """Classes are formed by outputs on public inputs; a program that fails on a public input
-    abstains.
+    """Programs with the same outputs on public inputs are in one class of the vote. A program that
+    fails on a public input has no vote.
     """
     task = tasks["sum-of-evens"]
     right = "input()\nprint(sum(x for x in map(int, input().split()) if x % 2 == 0))\n"

@@ -15,7 +15,7 @@ from atts.evaluators import ConfidenceSequence, compare_in_order
 
 
 def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
-    """Return whether the confidence sequence's interval ever excluded the mean."""
+    """Return whether the confidence sequence excludes the mean after any of the differences."""
     sequence = ConfidenceSequence(level)
     for difference in differences:
         sequence.add(difference)
@@ -43,8 +43,8 @@ def test_sequences_of_five_problems_keep_their_level(won: float, lost: float) ->
 
 
 def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_most() -> None:
-    """A confidence sequence misleads in at most 5 % of runs, but a 95 % interval after each problem
-    would mislead in a third.
+    """If two runs do not differ and the comparison is checked after each of 200 problems, it
+    reports a difference in at most about 5 % of simulations.
     """
     draw = np.random.default_rng(5)
     runs = 50
@@ -57,8 +57,8 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 
 
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
-    """If three in ten problems differ, a difference of twenty points is detected within a hundred
-    problems in the median of 21 runs.
+    """If the runs differ on three in ten problems and the true difference is 20 points, the median
+    of 21 simulations detects it within 75 problems.
     """
     draw = np.random.default_rng(6)
     found = [
@@ -70,8 +70,8 @@ def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> No
 
 
 def test_exchanging_sides_exchanges_the_verdict() -> None:
-    """If the two runs are exchanged, "better" becomes "worse"; runs that never differ are called
-    alike only if a margin is given.
+    """Exchanging the two runs exchanges the verdicts "better" and "worse". Runs with the same
+    results are called alike only if a margin is given.
     """
     draw = np.random.default_rng(7)
     differences = draw.choice([-1.0, 0.0, 1.0], 200, p=[0.05, 0.6, 0.35]).tolist()

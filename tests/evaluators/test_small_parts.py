@@ -30,7 +30,9 @@ from atts.evaluators.verdict import STRICT, changed
 
 
 def test_words_are_read_by_their_meaning() -> None:
-    """Spellings, numbers, dates and phrases are normalised to their meaning."""
+    """Numbers, dates and phrases written in words are read as values, such as "two thousand and
+    twenty-five" as 2025.
+    """
     assert spelled({"<=": "le leq"}) == {"le": "<=", "leq": "<="}
     assert number_in_words("two thousand and twenty-five") == 2025
     assert number_in_words("a dozen") == 12

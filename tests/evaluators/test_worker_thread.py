@@ -30,8 +30,8 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
-    """The event loop's own thread asks sympy no question, each question is asked once, and the vote
-    uses the remembered answers.
+    """Before a vote, another thread asks sympy each question once. The vote in the event loop then
+    uses the stored replies.
     """
     answers = answers_for("math")
 
@@ -48,13 +48,15 @@ def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
 
 
 def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> None:
-    """Numbers are grouped in the vote itself, so atts starts no thread."""
+    """Numbers can be grouped without sympy, so atts groups them in the event loop and starts no
+    thread.
+    """
     assert not takes_long(("1/2", "0.5", None, "7"))
     assert asking == []
 
 
 def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
-    """While a question waits for sympy under a lock, remembered answers remain available."""
+    """While one question waits for sympy, atts can still read stored replies to earlier questions."""
     algebra.WORKER.answers["a", "b", "[]"] = True
     with algebra.WORKER.lock:
         thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))

@@ -323,8 +323,8 @@ def test_positive_letters_come_from_the_problem() -> None:
 
 
 def test_a_vote_counts_constants_of_any_letter_together() -> None:
-    """Answers that differ only in the letter of the integration constant are in one class, even in
-    a vote of so many answers that atts compares keys instead of pairs.
+    """Answers that differ only in the letter of the integration constant are in one class. The vote
+    has so many answers that atts compares keys instead of pairs.
     """
     others = [f"{number}x^{number}+C" for number in range(3, 40)]
     classes = group(["x^2+C", *others, "x^2+k", "x^2+1+C", "Dora", "Dora wins"])

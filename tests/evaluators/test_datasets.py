@@ -80,7 +80,7 @@ Writer = Callable[[Path, list[dict[str, Any]]], Path]
 def test_every_kind_of_file_gives_the_same_problems(
     tmp_path: Path, name: str, write: Writer
 ) -> None:
-    """Problems and digest are the same for each kind of file; only the ids contain the file's name."""
+    """Problems and digest are the same for each file format; only ids have the file's name."""
     found = load_dataset(write(tmp_path / name, ROWS))
     assert [(it.text, it.answer, it.level, it.subject) for it in found] == [
         ("1 + 1?", "2", 1, "Addition"),

@@ -60,7 +60,7 @@ def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> N
 
 
 def test_one_problem_has_no_interval_over_problems() -> None:
-    """The interval over a single problem is wider than 0.7, however many samples the problem has."""
+    """The interval over a single problem is wider than 0.7, however many samples it has."""
     found = mean_estimate([0.75], 64)
     assert found.high - found.low > 0.7
 
@@ -214,7 +214,7 @@ def test_wilson_weighs_problems_equally() -> None:
 
 @pytest.mark.parametrize("wrong", [10.94, -0.25, math.inf])
 def test_a_mean_above_1_gets_no_interval_of_shares(wrong: float) -> None:
-    """Values outside [0, 1] are refused as shares, except a value that exceeds 1 only by rounding."""
+    """Values outside [0, 1] are refused as shares, unless they exceed 1 only by rounding."""
     with pytest.raises(OptionError, match="is not a share"):
         mean_estimate([0.5, wrong], 2)
     with pytest.raises(OptionError, match="is not a share"):

@@ -107,8 +107,8 @@ def test_coverage_and_power(problems: int, samples: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> None:
-    """McNemar's p-value is that of an exact binomial test on the problems that only one of the runs
-    solved, and mid-p is at most this value.
+    """McNemar's p-value is that of an exact binomial test on the problems that only one run solved.
+    Its mid-p value is at most this p-value.
     """
     first = [a for a, _ in pairs]
     second = [b for _, b in pairs]
@@ -123,8 +123,8 @@ def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> N
 
 
 def test_equal_runs_do_not_differ() -> None:
-    """For two runs with the same values the difference is 0, p is 1, and the number of problems
-    needed to show a difference is None.
+    """For two runs with the same values the difference is 0 and p is 1. No number of problems would
+    show a difference between them.
     """
     found = compare_runs([0.5, 1.0, 0.0], [0.5, 1.0, 0.0])
     assert (found.difference.value, found.p_value) == (0, 1)
@@ -145,8 +145,8 @@ def test_ties_alone_do_not_prove_runs_equal() -> None:
 
 
 def test_a_comparison_prints_rates_difference_and_counts() -> None:
-    """The text of a comparison has both rates, their difference with interval and p-value, the
-    counts of better and worse problems, and the number of problems needed.
+    """The text of a comparison has both rates, the difference with interval and p-value, counts of
+    better and worse problems, and the number of problems needed.
     """
     words = str(compare_runs([0.2, 0.4, 0.9, 0.5] * 5, [0.4, 0.4, 0.8, 0.7] * 5))
     for part in (

@@ -43,8 +43,8 @@ def test_sequences_of_five_problems_keep_their_level(won: float, lost: float) ->
 
 
 def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_most() -> None:
-    """If two runs do not differ and the comparison is checked after each of 200 problems, it
-    reports a difference in at most about 5 % of simulations.
+    """If two runs do not differ, a check after each of 200 problems reports a difference in at most
+    about 5 % of simulations.
     """
     draw = np.random.default_rng(5)
     runs = 50
@@ -57,8 +57,8 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 
 
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
-    """If the runs differ on three in ten problems and the true difference is 20 points, the median
-    of 21 simulations detects it within 75 problems.
+    """The runs differ on three in ten problems, by 20 points in total. In the median of 21
+    simulations, the difference is detected within 75 problems.
     """
     draw = np.random.default_rng(6)
     found = [

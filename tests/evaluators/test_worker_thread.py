@@ -56,7 +56,7 @@ def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> 
 
 
 def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
-    """While one question waits for sympy, atts can still read stored replies to earlier questions."""
+    """While one question waits for sympy, atts can still read replies to earlier ones."""
     algebra.WORKER.answers["a", "b", "[]"] = True
     with algebra.WORKER.lock:
         thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))

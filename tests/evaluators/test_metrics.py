@@ -44,8 +44,8 @@ def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
 @FEW
 @given(CASE)
 def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
-    """The metrics equal an enumeration of all subsets of k samples: pass@k needs a correct sample,
-    pass^k only correct ones, and G-pass@k a share of tau.
+    """The metrics equal an enumeration of all subsets of k samples. pass@k needs one correct sample
+    and pass^k only correct samples. G-pass@k needs a share of at least tau.
     """
     row, k = case
     counts = count([row])

@@ -146,7 +146,7 @@ def test_ties_alone_do_not_prove_runs_equal() -> None:
 
 def test_a_comparison_prints_rates_difference_and_counts() -> None:
     """The text of a comparison has both rates, the difference with interval and p-value, counts of
-    better and worse problems, and the number of problems needed.
+    better and worse problems, and the problems needed.
     """
     words = str(compare_runs([0.2, 0.4, 0.9, 0.5] * 5, [0.4, 0.4, 0.8, 0.7] * 5))
     for part in (

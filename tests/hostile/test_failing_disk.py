@@ -74,7 +74,9 @@ def told(path: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Nth:
-    """A fault that is due at the n-th of many calls; that call may do a part of its work first."""
+    """A fault in the n-th call of those that are counted. The failing call may first write some of
+    its bytes.
+    """
 
     number: int
     fault: Fault | None
@@ -160,8 +162,8 @@ def test_a_counted_line_that_was_not_written_ends_the_writing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If a numbered line was not written, the writer writes nothing more, because lines after a gap
-    in the numbers would be unreadable.
+    """If a line got a number but could not be written, the journal's writer stops, because readers
+    refuse lines after a missing number.
     """
     expected, _ = whole
     nth = Nth(9, None)
@@ -198,7 +200,7 @@ CALLS = (
 
 @contextmanager
 def failing_system(nth: Nth) -> Generator[None]:
-    """Make the n-th of all these system calls fail."""
+    """Make the n-th call of any of the functions in `CALLS` fail."""
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
             proper = getattr(os, name)
@@ -266,8 +268,8 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
 def test_a_run_resumes_after_any_failed_system_call(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """If a system call fails, a new or resumed run ends or continues unchanged, and the run can be
-    resumed.
+    """If one system call fails, the run finishes, or ends with an error of storage or memory.
+    Starting it again gives the results of an undisturbed run.
     """
     expected, _ = whole
     for number in range(1 + (refusal == "no memory"), 200, 2):
@@ -285,8 +287,8 @@ def test_a_run_resumes_after_any_failed_system_call(
 
 @dataclass(slots=True)
 class Reordered:
-    """A disk under a journal, with synced and unsynced writes; a loss of power may keep any subset
-    of the unsynced ones.
+    """A simulated disk that stores a journal. If power is lost, all synced writes stay, and any
+    subset of the other writes.
     """
 
     synced: bytes = b""
@@ -301,9 +303,10 @@ class Reordered:
         self.seen.append((self.synced, tuple(self.late)))
 
     def left(self, number: int, draws: random.Random) -> bytes:
-        """Return the file after a loss of power at write `number`.
+        """Return the file's bytes after a loss of power at write `number`.
 
-        The file has all synced writes, some later ones, and zeros in place of missing ones.
+        Of the unsynced writes a random subset stays, and missing bytes between two writes are
+        zeros.
         """
         synced, late = self.seen[number]
         kept = [write for write in late if draws.random() < 0.6]

@@ -32,7 +32,7 @@ SCRIPTED = ("--draft", "scripted", "--target", "scripted", "--report", "none", "
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a run, and scores next to it."""
+    """Record a small run, and write a file of scores into the same folder."""
     place = tmp_path_factory.mktemp("recorded")
     assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(place / "run"))) == 0
     (place / "scores.jsonl").write_text(
@@ -80,8 +80,8 @@ def test_output_never_replaces_a_special_file(
     capsys: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the output is a device, pipe or socket, one line names it, the exit code is that of a
-    storage error, and nothing is replaced.
+    """A device, pipe or socket is refused as an output file with a line that names it and the exit
+    code of a storage error. Nothing is replaced.
     """
     monkeypatch.chdir(tmp_path)
     PLACES[place](tmp_path / "out")
@@ -212,7 +212,9 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, cap
 def test_a_run_directory_with_a_pipe_in_it_is_refused_before_models_load(
     name: str, tmp_path: Path, capsys: Said
 ) -> None:
-    """A pipe in place of any file of the run is refused, because reading it could wait forever."""
+    """A pipe in place of journal, manifest or lock is refused before a model is loaded, because
+    reading a pipe could wait forever.
+    """
     os.mkfifo(tmp_path / name)
     assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(tmp_path))) == 4
     said = capsys.readouterr().err
@@ -232,7 +234,7 @@ LIES = (
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_values_that_are_not_scores_are_refused(suffix: str, tmp_path: Path) -> None:
-    """No field of a score accepts true as 1, or words or NaN as numbers."""
+    """A file of scores is refused if any value has the wrong type, is NaN, or is not a score."""
     for lie in LIES:
         (tmp_path / f"in{suffix}").write_text(lie)
         with pytest.raises(CalibrationInputError):
@@ -240,7 +242,7 @@ def test_values_that_are_not_scores_are_refused(suffix: str, tmp_path: Path) -> 
 
 
 def test_a_saved_calibrator_with_wrong_types_is_refused(tmp_path: Path) -> None:
-    """A calibrator in which any field has another type or is missing is refused."""
+    """The state of saved scores is refused if any of its fields is missing or has a wrong type."""
     state = StoredScores.of([1.5, 2.0], 2).state()
     assert StoredScores.restore(state).scores == (1.5, 2.0)
     for name in ("scale", "fingerprint", "scores", "questions", "turns"):
@@ -267,7 +269,7 @@ def test_a_saved_calibrator_with_wrong_types_is_refused(tmp_path: Path) -> None:
 
 
 def header(text: str, data: bytes = b"") -> bytes:
-    """Make an .npy file with this header."""
+    """Make an .npy file with `text` as its header, followed by the data."""
     padded = text.encode("latin-1") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + data
 
@@ -288,8 +290,8 @@ ARRAYS = (
 
 
 def test_arrays_with_false_headers_are_refused_unallocated(tmp_path: Path) -> None:
-    """A header that promises more than the file has, or another kind of data, is refused; a correct
-    header is accepted.
+    """An .npy file is refused if its header declares more data than the file has, or data that are
+    not numbers. A file with a correct header is read.
     """
     for data in ARRAYS:
         (tmp_path / "in.npy").write_bytes(data)
@@ -302,8 +304,8 @@ def test_arrays_with_false_headers_are_refused_unallocated(tmp_path: Path) -> No
 
 
 def test_a_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decompression of a compression bomb stops at a limit; a damaged archive is reported as
-    damaged.
+    """A small gzip file that would decompress to more than the limit is refused, and so is a
+    damaged gzip file.
     """
     monkeypatch.setattr("atts.evaluators.datasets.tables._MOST_BYTES", 1 << 20)
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b" " * (4 << 20)))
@@ -317,8 +319,8 @@ def test_a_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of a few kilobytes whose rows repeat one value, or whose value is long, is read only
-    up to the limit.
+    """A Parquet file of a few kilobytes is refused if its contents exceed the size limit, as with a
+    value repeated in many rows.
     """
     pyarrow: Any = pytest.importorskip("pyarrow")
     parquet: Any = pytest.importorskip("pyarrow.parquet")
@@ -359,8 +361,8 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_impossible_rows_are_refused(text: str, tmp_path: Path) -> None:
-    """Rows that are nested too deeply, end in half a character, or are not objects are refused with
-    errors.
+    """A file is refused with an error if its rows are nested too deeply, contain half of a
+    surrogate pair, or are not objects.
     """
     for suffix in (".json", ".jsonl", ".csv", ".parquet"):
         (tmp_path / f"in{suffix}").write_text(text)
@@ -407,7 +409,9 @@ def test_impossible_file_names_are_refused(
 
 
 def test_slice_ends_with_thousands_of_digits_are_refused(capsys: Said) -> None:
-    """A number of thousands of digits is not accepted as a position in a dataset."""
+    """A slice bound with thousands of digits, as in `arithmetic[999...:]`, is refused as a usage
+    error and not as an internal error.
+    """
     for name in ("arithmetic[" + "9" * 5000 + ":]", "arithmetic[:" + "9" * 5000 + "]"):
         assert run(["eval", name, "--draft", "scripted", "--target", "scripted", "--dry-run"]) in (
             2,

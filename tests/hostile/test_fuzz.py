@@ -156,7 +156,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def toml(value: Any) -> str:
-    """Write a value as TOML, or as text that only looks like TOML."""
+    """Write a value as TOML. Null becomes an empty string, and values that TOML does not have give
+    invalid TOML.
+    """
     if isinstance(value, dict):
         return (
             "{"
@@ -172,8 +174,8 @@ KEYS = sorted({key.name for key in keys_of(Setup, Setup())})
 
 
 def test_random_configurations_end_with_a_message(capsys: Said) -> None:
-    """Files, variables and `--set` give random keys random values; the settings are shown and used
-    in a dry run.
+    """Configuration files, environment variables and `--set` give random values to random keys.
+    Showing the settings and a dry run then end with a documented exit code.
     """
     counts = Counter[int]()
     for number, draws in cases():
@@ -388,7 +390,9 @@ def test_edited_manifests_end_with_a_message(recorded: Path, capsys: Said) -> No
 
 
 def test_edited_calibrators_are_restored_or_refused(tmp_path: Path) -> None:
-    """An edited calibrator with a valid digest is refused, or is restored and continues to decide."""
+    """A calibrator's state that was edited and given a valid digest is either refused, or restored
+    so that the calibrator can make decisions.
+    """
     ended = Counter[str]()
     for _, draws in cases():
         calibrator = Calibrator(0.3, draws.choice(MODES), stored=[1.1, 1.2, 1.7, 2.0])

@@ -21,8 +21,8 @@ KEYS = (
 def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
     engine: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key in place of a variable's name is refused before a run begins, and no output contains
-    the key, even if the key looks like a variable's name.
+    """If the user gives a key instead of a variable's name, atts refuses it before a run begins. No
+    output contains the key, even if it looks like a variable's name.
     """
     monkeypatch.chdir(tmp_path)
     for words in (["--dry-run"], ["--out", "run"])[: 2 if engine == KEYS[0] else 1]:
@@ -36,9 +36,9 @@ def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
 def test_a_variable_that_is_not_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error about a variable that is not set names the variable.
+    """If the variable that the user names for the API key is not set, the error names the variable.
 
-    A lower-case name works too, and the default variable may be missing.
+    Its name may also be in lower case. If the default variable is not set, the key is empty.
     """
     monkeypatch.delenv("ATTS_API_KEY", raising=False)
     assert ApiKey().read() == ""

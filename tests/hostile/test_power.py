@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot 
 
 
 class Disk:
-    """A folder after a loss of power: contents as of each file's last sync, names as of each
-    directory's.
+    """A simulated disk that shows what remains after a loss of power. A file has its contents of
+    the last sync, and a directory its entries of the last sync.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

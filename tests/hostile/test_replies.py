@@ -79,7 +79,7 @@ class Canned:
         return read((await self.look(call.path, call.body)).body)
 
     async def look(self, path: str, body: Any = None) -> HttpReply:
-        """Return the fixed reply, or ask the server."""
+        """Return the fixed reply to this path if there is one; otherwise call the server."""
         path = self.prefix + path
         if (text := self.replies.get(path, self.replies.get("*"))) is not None:
             return HttpReply(200, text)
@@ -139,9 +139,9 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
 
 
 def may_be(name: Any, new: Any) -> bool:
-    """Return whether a valid server may send this value here.
+    """Return whether a correct server may send the value `new` in the field `name`.
 
-    Any text may be sent, and counts may be missing, as may log-probabilities from llama.cpp.
+    Strings may be any text. Counts may be missing, and so may log-probabilities of llama.cpp.
     """
     if isinstance(new, str):
         return name in ("content", "token", "finish_reason")
@@ -152,7 +152,7 @@ def may_be(name: Any, new: Any) -> bool:
 
 @asynccontextmanager
 async def opened(kind: str) -> AsyncGenerator[tuple[Canned, DialectClient]]:
-    """Open a client of a server that sends correct replies until the handshake is over."""
+    """Open a client of a server whose replies are correct until the client is connected."""
     async with ScriptedEngine("target") as engine:
         client = Canned(kind, engine)
         dialect = await find_dialect(cast(Client, client), kind.split()[0])
@@ -253,8 +253,8 @@ async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
-    """Calls and handshakes get wrong shapes, half texts, deep nesting and other encodings, and
-    raise only bad replies.
+    """Replies of a wrong shape, cut replies, deeply nested replies and replies in another encoding
+    raise only BadReply, in calls and while connecting.
     """
     async with opened(kind) as (client, requests):
         for text in SHAPES:

@@ -181,10 +181,10 @@ FLOODS: dict[str, Callable[[str], Reply]] = {
 async def test_a_replys_size_is_bounded_by_the_request(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], flood: str
 ) -> None:
-    """A reply above the limit of its request is refused as bad, or as lost after the allowed
+    """A reply that is larger than its request allows is refused after the permitted number of
     attempts.
 
-    A compression bomb is inflated only up to the limit.
+    Decompression of a compressed reply stops at this limit.
     """
     server = hostile(FLOODS[flood])
     client = connect(server.url)
@@ -203,8 +203,8 @@ async def test_a_replys_size_is_bounded_by_the_request(
 async def test_what_is_within_the_limit_is_read(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client]
 ) -> None:
-    """A longer request allows a longer reply; atts reads a gzip reply although it did not request
-    compression.
+    """The limit on a reply's size grows with the number of requested tokens. A reply in gzip is
+    accepted although atts does not request compression.
     """
     text = b"[" + b"1," * (MEBIBYTE // 2) + b"1]"
     packed = zlib.compressobj(wbits=31)

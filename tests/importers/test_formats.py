@@ -25,7 +25,9 @@ from tests.importers.conftest import (
 
 
 def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome], RecordedRun]:
-    """Return the problems of a run by name, in brief and in full, and the run."""
+    """Return three views of an imported run: finished problems by id, full outcomes by id, and the
+    run itself.
+    """
     run = open_run(directory)
     return run.state().finished, {one.problem.id: one for one in run.outcomes()}, run
 
@@ -99,7 +101,7 @@ def test_an_eval_archive_compressed_with_zstandard_is_imported(
     check_inspect(made.directory)
     data = path.read_bytes()
     place = data.index(b"samples/1_epoch_1.json") + len("samples/1_epoch_1.json")
-    for offset in (1, 40):  # the damage is within the frame's header, and within its text
+    for offset in (1, 40):  # the damage is in the header of a frame, or in its text
         damaged = bytearray(data)
         damaged[place + offset] ^= 255
         path.write_bytes(damaged)
@@ -124,10 +126,10 @@ def test_without_a_reader_of_zstandard_the_fix_is_named(
 
 
 def test_an_answer_that_is_the_whole_text_is_extracted(tmp_path: Path, run_import: Import) -> None:
-    """If a log records the whole text as the answer, atts extracts the answer from it for the
-    votes.
+    """If a log gives a rollout's full text as its answer, atts extracts the answer from the text
+    before it votes.
 
-    Scorers that search the text record it like this, some in lower case.
+    inspect_ai's scorers that search the text record it like this, some of them in lower case.
     """
     texts = ["Say\nANSWER: 2", "say\nANSWER: 2", "2", "no idea of what this could be about " * 3]
     samples = [inspect_sample(1, number, text.lower(), "C") for number, text in enumerate(texts, 1)]
@@ -141,7 +143,9 @@ def test_an_answer_that_is_the_whole_text_is_extracted(tmp_path: Path, run_impor
 
 
 def test_a_short_text_is_its_own_answer(tmp_path: Path, run_import: Import) -> None:
-    """A short text such as a name has no number or box, so the whole text is the answer."""
+    """If a log gives a rollout's full text as its answer and the text is short, such as a name, the
+    text is the answer.
+    """
     sample = inspect_sample(1, 1, "paris", "C")
     sample["output"]["choices"][0]["message"]["content"] = "Paris"
     made = run_import("inspect", write_eval(tmp_path / "log.eval", [sample]))
@@ -150,9 +154,9 @@ def test_a_short_text_is_its_own_answer(tmp_path: Path, run_import: Import) -> N
 
 
 def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> None:
-    """If the chosen score is not a grade, atts grades the answers.
+    """If the score that the user chose is not a verdict, atts grades the answers itself.
 
-    An unknown score is an error that lists the known scores.
+    For an unknown score, the error lists the scores of the record.
     """
     path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
@@ -306,7 +310,9 @@ def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import
 
 
 def test_matharena_messages_replace_a_missing_text(tmp_path: Path, run_import: Import) -> None:
-    """A row without its own text has the text in its messages; judges' points become scores."""
+    """If a row has no answer text, the import reads the text from the row's messages. Points of
+    judges become scores between 0 and 1.
+    """
     messages = [{"role": "user", "content": "P1"}, {"role": "assistant", "content": "so"}]
     row = arena_row("a", 1, 0, "7", points_judge_1=3, max_points_judge_1=4, source="imo")
     row |= {"answer": None, "all_messages": json.dumps(messages)}
@@ -318,7 +324,9 @@ def test_matharena_messages_replace_a_missing_text(tmp_path: Path, run_import: I
 
 
 def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import) -> None:
-    """Each problem is imported with all its samples, and references are worked solutions."""
+    """Each problem is imported with all its samples and their verdicts. The reference answer is
+    extracted from the worked solution.
+    """
     problem = {
         "question": "What is 6 x 7?", "samples": ["It is \\boxed{42}", "\\boxed{41}", "?"],
         "gt_answer": "Multiply. " * 30 + "The answer is $\\boxed{42}$.",
@@ -337,8 +345,8 @@ def test_monkey_business_samples_are_imported(tmp_path: Path, run_import: Import
 
 
 def test_deepconf_traces_are_imported(tmp_path: Path, run_import: Import) -> None:
-    """Confidences become scores, ids are kept, and a stopped trace counts neither as correct nor as
-    wrong.
+    """Mean confidences are imported as scores and token ids are kept. A trace that was stopped
+    early is neither correct nor wrong.
     """
     trace = {
         "text": "\\boxed{4}", "token_ids": [5, 6, 7], "num_tokens": 3, "confs": [1.0, 2.0, 6.0],

@@ -28,7 +28,7 @@ from tests.importers.conftest import Import, write_lines
 
 
 def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, Any]]:
-    """Yield rollouts sample by sample, so that the rollouts of a problem are far from each other."""
+    """Yield the first rollout of every problem, then the second of every problem, and so on."""
     for sample in range(samples):
         for number in range(problems):
             answer = number if (number + sample) % 3 else number + 1
@@ -66,7 +66,9 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -
 
 
 def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """The error about a JSON file that is cut off names the list item in which the file ends."""
+    """If a JSON file is cut off, the error gives the number of the list item in which the file
+    ends.
+    """
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
     with pytest.raises(
@@ -237,7 +239,9 @@ def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> 
 
 
 def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> None:
-    """Equal questions get the ids and references of the dataset; other questions keep their own."""
+    """If a question of the import is also in the dataset, the problem gets the dataset's id and
+    reference. Other problems keep their own.
+    """
     path = write_lines(tmp_path / "mine.jsonl", rows(3, 2))
     known = [Problem("d/1", "What  is 1?\n", "1"), Problem("d/2", "What is 2?", "3", level=4)]
     made = run_import("jsonl", path, known=known, known_as="d")

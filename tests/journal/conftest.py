@@ -37,7 +37,7 @@ class SmallDisk(FileIO):
         self.syncs = 0
 
     def write(self, data: Any, /) -> int:
-        """Write the bytes that fit, then raise an error, as a full disk does."""
+        """Write as many bytes as fit. If none fits, raise the error of a full disk."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = super().write(data[: min(self._room, self._bite)])

@@ -84,7 +84,7 @@ def lines_of(events: list[Event]) -> list[bytes]:
 
 
 def through_file(path: Path, *events: Event) -> list[Event]:
-    """Write events as lines of strict JSON, and read them again."""
+    """Write events to a file as lines of strict JSON, and return the events read from it."""
     lines = lines_of(list(events))
     for line in lines:
         json.loads(line, parse_constant=pytest.fail)
@@ -93,7 +93,9 @@ def through_file(path: Path, *events: Event) -> list[Event]:
 
 
 def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
-    """Draw events of a kind, without the fields that only lines of a journal have."""
+    """Return a hypothesis strategy for events of one kind, without the fields that exist only in a
+    journal's lines.
+    """
     hints = get_type_hints(kind)
     left_out = IN_LINES_ONLY.get(kind, set[str]())
     drawn = {
@@ -143,7 +145,9 @@ def test_token_ids_are_exact(
 
 
 def test_ids_shared_by_both_models_stay_one_object(tmp_path: Path) -> None:
-    """Ids that draft and target share are a single object again after reading, which saves memory."""
+    """If draft and target have the same token ids, both fields are the same tuple after reading,
+    which saves memory.
+    """
     ids = tuple(range(50))
     [back] = through_file(tmp_path / "j", RolloutStarted("p", 0, Prompt(ids, ids)))
     assert isinstance(back, RolloutStarted)
@@ -161,8 +165,8 @@ def test_special_characters_survive(text: str, tmp_path: Path) -> None:
 
 
 def test_a_packed_tuple_is_small() -> None:
-    """500 ids and log-probabilities take under 6 KB as 32-bit numbers, and under 9 KB as 64-bit
-    numbers.
+    """A line with 500 ids and log-probabilities takes under 6 KB if 32-bit numbers represent them
+    exactly, and under 9 KB with 64-bit numbers.
     """
     ids = tuple(range(500))
     for step, limit in ((0.5, 6_000), (0.1, 9_000)):
@@ -180,7 +184,9 @@ def call(number: int, author: Any = "draft", ended: Any = "delimiter") -> Sample
 
 
 def chunk_of(event: Sampled, cut: int = 0, **changes: Any) -> Chunk:
-    """Return the chunk that a call wrote, as a pipeline makes it if both models share a tokenizer."""
+    """Return a chunk with the call's text and ids, without the last `cut` ids. Draft and target
+    have the same ids, as with a shared tokenizer.
+    """
     done = event.completion
     ids = done.ids[: len(done.ids) - cut]
     return replace(Chunk(event.role, done.text, ids, ids, done.ended, done.logprobs), **changes)
@@ -216,8 +222,8 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_turn_is_stored_by_reference_to_its_calls(name: str, tmp_path: Path) -> None:
-    """The line of a turn is short if the journal's calls already contain its chunks, and reading
-    gives the complete turn.
+    """If a turn's chunks are results of calls in the journal, the turn's line only refers to these
+    calls. The reader restores the complete turn.
     """
     turn, limit = TURNS[name]
     events: list[Event] = [
@@ -257,7 +263,9 @@ def test_references_end_with_a_turn_or_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_resumed_writer_refers_to_what_the_reader_read(cut: int, tmp_path: Path) -> None:
-    """If a session ends within a turn, the next session can still refer to its calls."""
+    """If a session ends in the middle of a turn, the resumed session's lines may refer to calls of
+    the earlier session.
+    """
     prompt = RolloutStarted("p", 0, Prompt((1,), (1,)))
     turn = TurnFinished("p", 0, Turn(0, (chunk_of(DRAFTED),), decision=PLAIN))
     events: list[Event] = [

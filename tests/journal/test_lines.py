@@ -158,7 +158,9 @@ def test_a_reader_may_select_kinds_of_events(tmp_path: Path, story: list[Event])
 
 
 def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> None:
-    """A reader may drop a kind of event while it reads, and then gets no more events of this kind."""
+    """While a reader runs, a kind of event may be removed from the set of requested kinds; later
+    events of this kind are not returned.
+    """
     write(tmp_path / "j", story)
     kinds: set[type[Event]] = {TurnFinished}
     found = list[Event]()
@@ -301,7 +303,7 @@ def test_a_writer_keeps_only_calls_of_open_turns(tmp_path: Path) -> None:
                 RolloutStarted(name, 0, Prompt(ids, ids)),
                 Sampled(name, "a", done, "draft"),
                 OutcomeReached(name, "answered", "4", (0,)),
-                # during clean-up, a call may end after its problem
+                # a cancelled call may end after its problem
                 Sampled(name, "b", done, "draft"),
             ]
             file.writelines(writer.line(event, 0.0, 1e9) for event in events)

@@ -83,7 +83,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path
             assert lock.read_text() == f"{os.getpid()}\n"
         assert parent.stdin is not None
         parent.stdin.close()
-        # The child leaves its block without closing the file a second time.
+        # The child leaves its `with` block without closing the file a second time.
         assert parent.stdout.read() == b"child left the block\n"
 
 

@@ -176,8 +176,8 @@ def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
 
 
 def test_numpy_values_have_the_digest_of_plain_ones() -> None:
-    """Columns of a data frame contain numpy's texts and numbers, which have the digests of Python's
-    values.
+    """A problem with numpy's strings and numbers, as from a data frame, has the same digest as with
+    Python's own types.
     """
     plain = Problem("1", "a", answer="3")
     assert dataset_digest([Problem(np.str_("1"), np.str_("a"), answer=np.str_("3"))]) == (
@@ -189,8 +189,8 @@ def test_numpy_values_have_the_digest_of_plain_ones() -> None:
 
 
 def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
-    """A changed manifest is refused, because its checksum detects damage that leaves valid JSON and
-    values edited by hand.
+    """A changed manifest is refused because its checksum no longer matches, even if the file is
+    still valid JSON.
     """
     save_manifest(tmp_path / "m", Manifest(seed=3))
     text = (tmp_path / "m").read_text()
@@ -206,8 +206,8 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
-    """A server's numerical noise does not change the model's identity, and values edited by hand
-    cause no overflow.
+    """Small differences in log-probabilities, as from a server's numerical noise, still count as
+    the same model. Impossible values from a manifest edited by hand cause no overflow.
     """
     known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
     known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)

@@ -30,8 +30,8 @@ KINDS = ("finished", "rounds", "coin", "shard1", "merged", "killed")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_brief_problems_agree_with_whole_outcomes(kind: str, runs: Path) -> None:
-    """A brief problem and its whole outcome have the same values, including verdicts, costs and
-    times.
+    """The short record of each finished problem agrees with its full outcome, including verdicts,
+    costs and times.
     """
     run = open_run(runs / kind)
     problems = run.state().finished
@@ -51,8 +51,8 @@ def test_brief_problems_agree_with_whole_outcomes(kind: str, runs: Path) -> None
 
 
 def test_judged_chunks_are_counted(runs: Path) -> None:
-    """The reader counts all judged chunks and the escalated ones, and only decisions that were
-    carried out.
+    """The counts of judged and escalated chunks in finished problems equal those of the decisions
+    in the journal.
     """
     for kind in ("finished", "rounds"):
         run = open_run(runs / kind)

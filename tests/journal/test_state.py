@@ -130,8 +130,8 @@ def test_recorded_calls_are_found_by_key(story: list[Event]) -> None:
 
 
 def test_a_failure_is_final_once_its_rollout_continued(story: list[Event]) -> None:
-    """A failure becomes final by a later step or note of the same rollout or the end of its turn,
-    but not by a sibling's step.
+    """A recorded failure of a call is final once the same rollout records a later step or note, or
+    ends its turn. A sibling's step does not make it final.
     """
     prompt = story[1]
     turn = story[2]
@@ -158,7 +158,9 @@ def test_a_turn_may_be_replaced(story: list[Event]) -> None:
 
 
 def test_numbers_and_time_continue_across_sessions() -> None:
-    """The next node's number and the run's seconds include all sessions."""
+    """Node numbers continue from the last session's, and the run's duration is the sum over all
+    sessions.
+    """
     node = CallSpan(7, "draft", "draft", "p", 0, 0, 0.0, 0.0, 0.0, 1.0)
     state = RunState()
     opened = SessionOpened(1, 1, "", 1)
@@ -176,7 +178,7 @@ def test_numbers_and_time_continue_across_sessions() -> None:
 
 
 def test_a_session_counts_as_killed_until_its_closing_line() -> None:
-    """A session without a closing line counts as killed; the closing line gives its real end."""
+    """A session counts as killed until its closing line, which says how it ended, is read."""
     state = RunState()
     state.apply(entries([SessionOpened(1, 3, "", 1)])[0])
     assert (state.sessions, state.ended) == (3, None)

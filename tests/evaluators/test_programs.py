@@ -148,7 +148,7 @@ def test_no_process_or_folder_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_functions_share_a_process_and_print_nothing() -> None:
     """A function, or a method of a class Solution, is called with JSON arguments, one per line. One
-    process runs all cases. Anything that the function prints is not part of its output.
+    process runs all cases. Nothing that the function prints is part of its output.
     """
     tests = ProgramTests((), function="add")
     plain = "def add(a, b):\n    print('noise')\n    return a + b\n"

@@ -43,7 +43,9 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Make a random model of `family` whose logits differ enough for comparisons."""
+    """Make a random model of `family`. Its logits differ enough that two ways of computing them can
+    be compared.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     size = {
@@ -114,8 +116,8 @@ class Naive:
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
         """Return the log-probabilities of the suffix tokens, computed entirely in float64.
 
-        The model must have no biases and no norms of heads. The computation is written out, because
-        transformers computes norms and softmax in float32.
+        The model may have neither biases nor norms of queries and keys. transformers is not used,
+        because it computes norms and softmax in float32.
         """
         config = self.model.config
         weights: dict[str, torch.Tensor] = {
@@ -217,9 +219,8 @@ def drive() -> Callable[..., Driven]:
 
 @pytest.fixture(scope="session")
 def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a draft model by adding noise to the weights of the tiny target.
-
-    The target accepts about half of this draft's proposals.
+    """Make a draft model by adding noise to the weights of the tiny target, so that the target
+    accepts about half of its proposals.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -88,9 +88,10 @@ def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> l
 
 
 class Knowing(Proposer):
-    """A proposer of the tokens that an earlier run without speculation wrote.
+    """A proposer that knows the tokens of an earlier run without speculation.
 
-    Its proposals are wrong from a random position on, or from the first token on.
+    Depending on its kind, its proposals become wrong at a random position, or are wrong from the
+    first token on.
     """
 
     def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
@@ -118,9 +119,7 @@ class Knowing(Proposer):
 
 
 class AnyLength:
-    """A chooser of proposal lengths that draws a random length, possibly 0, for every sequence and
-    step.
-    """
+    """A chooser of proposal lengths: each sequence gets a random length at each step, possibly 0."""
 
     def __init__(self, most: int, least: int = 0) -> None:
         """Draw proposal lengths from `least` to `most` tokens; a negative length counts as 0."""

@@ -39,9 +39,9 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Sixteen rollouts of one prompt compute its 1,024 tokens once and store them once.
+    """Sixteen rollouts share a prompt of 1,024 tokens, which is computed and stored once.
 
-    The slots in use exceed the prompt and the rollouts' own tokens by at most 15 %.
+    The cache uses at most 15 % more slots than the prompt and the rollouts' own tokens need.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
@@ -58,8 +58,8 @@ def test_siblings_share_one_prompt_in_time_and_memory(
 def test_a_rollouts_next_turn_feeds_only_new_tokens(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """In a rollout's next turn, all earlier tokens come from the cache, except the last written
-    token, which no step has fed yet.
+    """In a rollout's next turn, all earlier tokens come from the cache except the last one, which
+    was sampled but not yet computed by the model.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
@@ -78,10 +78,10 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(
 def test_sampling_after_a_scored_chunk_needs_no_first_forward(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """After a chunk was scored, the next sample or score request needs no forward pass over the
-    prefix.
+    """If a chunk was scored, a request that continues after it needs no forward pass over the
+    prompt and the chunk.
 
-    Scoring leaves the keys, values and last logits in the cache.
+    Scoring leaves their keys and values and the last logits in the cache.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -126,8 +126,8 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
 
 
 def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
-    """The second half of a prompt of 32 tokens needs no new slots, because slots are allocated 32
-    at a time.
+    """A prompt of 32 tokens gets its slots with the first half. The second half takes no more
+    slots.
     """
     scheduler = Scheduler(SchedulerConfig(512, 4, 16, 256), PrefixTree(0))
     scheduler.add(new_sequence(1, SampleRequest(ids_of(6, 32), 40, Sampling(0)), 0.0))
@@ -143,7 +143,9 @@ def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
 
 
 def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
-    """Return how much the first two different ids differ, or None if all ids are equal."""
+    """Return the difference of the ids at the first position where the two texts differ, or None if
+    they are the same.
+    """
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
@@ -162,8 +164,8 @@ def test_a_short_cache_evicts_and_still_answers_everything(
     plenty = drive(folder, [orders], kv_tokens=4096)
     assert done.replies.keys() == plenty.replies.keys()
     flips = [_flip(done.replies[n].ids, plenty.replies[n].ids) for n in done.replies]
-    # Sums may differ in their last bits, so a draw close to the border between two ids may give the
-    # other id.
+    # The last bits of a sum depend on the batch, so a random number near the border between two ids
+    # may select the other id.
     assert sum(flip is not None for flip in flips) <= 2
     assert all(abs(flip) <= 2 for flip in flips if flip is not None)
     assert done.stats.evicted_tokens > 0
@@ -173,15 +175,15 @@ def test_a_short_cache_evicts_and_still_answers_everything(
 def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """With a thousand rollouts and random cancellations, every other rollout is answered, no slot
-    stays locked, and no request starves.
+    """A thousand rollouts are requested, and some are cancelled at random. All others are answered,
+    no slot stays locked, and no request waits too long.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
     choice = np.random.default_rng(0)
     steps: list[list[Command]] = [[] for _ in range(120)]
     cancelled: set[int] = set()
     for request_id in range(1, 1001):
-        # Step at which this request arrives; ten requests arrive at each step.
+        # the step at which this request arrives, ten requests per step
         at = (request_id - 1) // 10
         request = SampleRequest(
             ids_of(request_id % 7, 20),
@@ -206,8 +208,8 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
 
 
 def memory_for(tokens: int) -> MakeModel:
-    """Return a function that makes native models which refuse step buffers of more than the given
-    number of tokens.
+    """Return a function that makes native models. Each model raises a memory error if a step has
+    more tokens than given here.
     """
 
     def allocate(rows: int, columns: int) -> Any:
@@ -500,8 +502,8 @@ def test_a_slot_that_is_freed_twice_is_noticed() -> None:
 def test_scoring_continues_after_a_known_beginning(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """If the beginning of a chunk is already scored, the engine scores only the new part, and all
-    values equal scores of the whole chunk.
+    """If the first tokens of a chunk are already scored, the engine computes only the others. The
+    scores are the same as if the whole chunk were computed.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -527,8 +529,8 @@ def test_scoring_continues_after_a_known_beginning(
 def test_draws_for_a_known_text_are_computed_again(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """The engine computes a text again to draw from its distributions, because the cache stores
-    only log-probabilities.
+    """If a request samples while it scores a chunk, the engine computes the chunk even if its
+    scores are cached. Sampling needs whole distributions, but the cache has only log-probabilities.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)

@@ -167,8 +167,8 @@ def is_running(pid: int) -> bool:
 
 
 def worker_config(folder: Path, pieces: int = 0) -> WorkerConfig:
-    """Make the first message to an engine's child; `pieces` empty pieces make the message
-    longer.
+    """Make the first message to an engine's child process. The message is made longer by `pieces`
+    additional token strings.
     """
     tokenizer = ModelTokenizer(folder, "tiny")
     options = LocalOptions(device="cpu", kernel="torch", kv_tokens=100_000, threads=1)

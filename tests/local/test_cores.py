@@ -89,8 +89,8 @@ def test_loops_learn_how_many_share_the_cores() -> None:
 def test_loops_learn_how_many_are_busy() -> None:
     """All loops receive the number of busy loops.
 
-    A loop is busy from its first request until it has answered or dropped the last one. A loop that
-    is not registered is not counted.
+    A loop is busy while any of its requests is neither answered nor dropped. A loop that is not
+    registered is not counted.
     """
     loops = OpenLoops()
     heard, send = listening("abc")
@@ -130,9 +130,9 @@ def test_cores_are_divided_between_large_models(
 def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that computes concurrently with its target gets half of the cores.
+    """A drafter that computes at the same time as its target gets half of the cores.
 
-    A drafter that takes turns with its target, or is small, takes no cores from the target.
+    The target keeps all cores if the drafter is small, or if drafter and target take turns.
     """
     folder = make_model("llama")
     tokenizer = ModelTokenizer(folder, "tiny")
@@ -182,7 +182,7 @@ async def test_two_engines_opened_together_divide_the_cores(
 
 
 def alternations(values: list[int]) -> list[int]:
-    """Return the values without immediate repetitions."""
+    """Return the values, with each run of equal values reduced to one value."""
     return [value for value, _ in groupby(values)]
 
 

@@ -27,8 +27,8 @@ WAYS = ["pearl", "ssd", "mirror"]
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """Return the counters of drafts made during the target's steps: correct and wrong guesses of
-    the step's outcome.
+    """Return the counters of drafts made while the target computes. Such a draft guesses the result
+    of the target's step, and the guess is correct or wrong.
     """
     found = counts(done).overlap
     assert found is not None, "no draft was made during the target's steps"
@@ -75,7 +75,7 @@ def test_a_drafter_equal_to_the_target_is_never_wrong(make_model: Make) -> None:
 
 
 class Hurt:
-    """A transport that sends a signal to the drafter's process at the fourth step."""
+    """A patch that sends a signal, such as SIGKILL, to the drafter's process at the fourth step."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: signal.Signals) -> None:
         self._propose = DrafterProcess.propose
@@ -94,10 +94,10 @@ class Hurt:
 def test_a_drafter_that_dies_or_stops_changes_no_text(
     way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the drafter's process dies or stops, the texts stay the same and each later step counts as
-    a wrong guess.
+    """If the drafter's process is killed or stopped, the texts do not change, and each later step
+    counts as a wrong guess.
 
-    The counters report the death of the process.
+    The counters also report the death of the process.
     """
     folder = make_model("llama")
     orders = requests(3, 40)
@@ -175,8 +175,8 @@ def rows() -> RemoteRows:
 
 
 def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
-    """Make a step with new sequences of these lengths, and with running sequences that grew by one
-    token.
+    """Make a drafter's step: it starts sequences of the given lengths, ends others, and adds a
+    token to each sequence in `more`.
     """
     told = [
         (key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key)))

@@ -64,9 +64,10 @@ async def test_the_engine_passes_the_conformance_suite(
 async def test_a_loops_thread_loads_its_own_model(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread of the step loop loads the model.
+    """The thread that runs the step loop also loads the model.
 
-    OpenMP helpers of another thread would keep the loop's helpers from waiting actively.
+    If another thread loaded it, that thread's OpenMP helpers would keep the loop's helpers from
+    waiting actively.
     """
     threads = list[str]()
     build_loop = builder.build_loop
@@ -118,9 +119,8 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 async def test_a_killed_process_engine_fails_only_its_own_callers(
     make_model: Make,
 ) -> None:
-    """If one of two process engines is killed, only its own callers get EngineUnavailable.
-
-    Before that, both engines give the same answers despite different settings.
+    """Two engines with different settings give the same answers. If the process of one engine is
+    killed, only callers of this engine get EngineUnavailable.
     """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
@@ -404,8 +404,8 @@ def test_a_missing_model_is_refused_with_a_message(monkeypatch: pytest.MonkeyPat
 async def test_logits_that_are_not_numbers_fail_the_request_alone(
     kernel: Literal["torch", "native"], make_model: Make, tmp_path: Path
 ) -> None:
-    """If logits are NaN, only the requests whose ids use the broken embedding fail, with advice;
-    others in the batch are answered.
+    """If a token's embedding is NaN, only requests with this token fail, and the error gives
+    advice. Other requests of the same batch are answered.
     """
 
     def poison(tensors: dict[str, Any]) -> None:

@@ -35,9 +35,9 @@ async def enumerated(engine: Engine, prefix: tuple[int, ...]) -> float:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str) -> None:
-    """An entropy equals the sum over all tokens.
+    """The entropy at a position equals the sum over all tokens of the vocabulary.
 
-    Requesting entropies neither changes later scores nor takes them from the cache of entropies.
+    Cached scores are never returned as entropies of the same text, nor cached entropies as scores.
     """
     async with build_engine(f"embedded:draft?kernel={kernel}", "draft", HERE) as engine:
         ids = engine.tokenizer.encode("Tom has 39 caps. Ana has 12 more caps.")

@@ -85,11 +85,11 @@ def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) -> None:
-    """At each requested row, the exit guesses the most likely tokens of a model that ends at the
-    exit.
+    """At each requested row, the early exit returns the most likely tokens of a model that ends at
+    the exit's layer.
 
-    The test reads several neighbouring rows of two sequences, so that it would notice an answer
-    taken from the row before.
+    Neighbouring rows of two sequences are requested, so that results of a wrong row would be
+    noticed.
     """
     folder = make_model("llama", **DEEP)
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)

@@ -148,7 +148,7 @@ def test_logits_of_each_architecture_equal_transformers(
     at_once = anyio.run(scored, 1024)
     in_parts = anyio.run(scored, 100)
     assert max(abs(ours - theirs) for ours, theirs in zip(at_once, wanted, strict=True)) < 1e-4
-    # A "long" rope scored in parts differs, because its frequencies depend on the length of the
-    # request.
+    # the frequencies of a "long" rope depend on the request's length, so scores of a text in two
+    # requests differ from scores in one
     if "long" not in case:
         assert max(abs(ours - theirs) for ours, theirs in zip(in_parts, wanted, strict=True)) < 1e-4

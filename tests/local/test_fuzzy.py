@@ -29,8 +29,8 @@ DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
 
 class OneByOne(TorchModel):
-    """A reference for a group of attentions: it computes them one by one, each with the input of
-    the group's first attention.
+    """A reference that computes the attentions of a group one after another. Each gets the input of
+    the group's first attention, as in the grouped computation.
     """
 
     def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
@@ -88,8 +88,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family: str) -> None:
-    """A group gives the same states as the single attentions, with norms of inputs and heads,
-    biases and shared keys.
+    """Grouped attentions give the same states as the reference that computes them one after
+    another, for each listed architecture.
 
     Exact steps are bit-identical.
     """
@@ -131,7 +131,9 @@ def drafted(
 def test_calibrated_groups_are_accepted_more_often(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More proposals are accepted if each draft begins with an exact pass, and no token changes."""
+    """The target accepts more proposals if each draft begins with an exact pass, and more with
+    smaller groups. The text does not change.
+    """
     folder = make_model("llama", **DEEP)
     plain = run(folder, [requests(4, 60)])
     shares = dict[tuple[int, str], float]()
@@ -152,8 +154,8 @@ def test_calibrated_groups_are_accepted_more_often(
 def test_one_kernel_call_drafts_as_single_steps_do(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without sampling filters, one kernel call drafts the same tokens as single steps; the first
-    token comes from an exact step.
+    """Without top-k and top-p, one kernel call drafts several tokens. They are the same as those of
+    single steps; the first one is computed without grouping.
     """
     folder = make_model("llama", **DEEP)
     whole = [requests(4, 60, LAWS[:3])]

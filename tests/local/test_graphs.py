@@ -44,8 +44,8 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def mixed() -> list[list[Command]]:
-    """Make texts with several sampling settings, and scores, whose arrival times give batches of
-    many sizes.
+    """Make sampling and scoring requests with several settings. Their arrival times differ, so
+    batches have many sizes.
     """
     steps: list[list[Command]] = [[] for _ in range(12)]
     for number in range(11):
@@ -110,9 +110,7 @@ def test_captured_steps_write_the_same(
 def test_captured_speculation_changes_no_token(
     make_model: Any, near: Path, drive: Any, models: Any
 ) -> None:
-    """Replaying captured steps with rows of proposals, and captured steps of the drafter, changes
-    no token.
-    """
+    """With speculation, replaying captured steps of the target and of the drafter changes no token."""
     folder = make_model("llama")
     orders = [
         [Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]
@@ -158,8 +156,8 @@ def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, mo
 def batch_of(
     singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None
 ) -> StepBatch:
-    """Make a batch from rows, each given as (table row, length), and spans, each given as (table
-    row, length, tokens).
+    """Make a batch from single tokens and spans. A single token is given as (table row, length) and
+    a span as (table row, length, number of tokens).
     """
     rows = [(row, length, 1) for row, length in singles] + (spans or [])
     counts = np.array([count for *_, count in rows], dtype=np.int64)
@@ -196,9 +194,9 @@ def test_consecutive_rows_of_a_sequence_form_one_block() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33, 255, 256])
 def test_padding_of_a_step_changes_nothing(count: int) -> None:
-    """Padding a step to a power of two rows changes no result.
+    """Steps are padded with rows to a power of two, which changes no result.
 
-    The padding rows write to an unused slot, which no block reads.
+    The additional rows write to a slot that no sequence uses and that no block reads.
     """
     random = np.random.default_rng(count)
     table = random.permutation(count * 300).reshape(count, 300).astype(np.int32) + 1

@@ -72,7 +72,7 @@ class Builds:
         return sorted(self.folder.glob("*"))
 
     def leftovers(self) -> list[Path]:
-        """List the files that should not be in the cache."""
+        """List files that a finished build should have removed."""
         return [*self.temporary.iterdir(), *self.folder.glob("*build*"), *self.folder.glob(".*")]
 
 

@@ -54,9 +54,10 @@ def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matrix_is_bfloat16_only_if_every_number_is() -> None:
-    """A matrix counts as bfloat16 only if every number in it is one.
+    """A matrix counts as bfloat16 only if bfloat16 can represent every number in it.
 
-    A single number in the last row decides, also if the matrix is not contiguous in memory.
+    A single other number in the last row is noticed. The memory layout of the matrix does not
+    matter.
     """
     matrix = torch.randn(5000, 7).bfloat16().float()
     assert is_bfloat16(matrix)

@@ -130,8 +130,8 @@ def test_temperature_zero_takes_the_first_best_token() -> None:
 @settings(max_examples=100, deadline=None)
 @given(rows, st.floats(0, 1, exclude_max=True))
 def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
-    """The cumulative probability before the drawn token is at most the random number, and including
-    the token it is greater.
+    """The random number lies between two cumulative probabilities: that of all tokens before the
+    sampled one, and that which includes the sampled one.
     """
     probs = torch.tensor([row], dtype=torch.float64).softmax(-1)
     token = int(inverse_cdf(probs, torch.tensor([uniform])))

@@ -275,8 +275,8 @@ def test_a_chat_template_is_found_wherever_tokenizers_keep_it(
 
 
 def test_a_chat_template_that_cannot_be_read_is_refused(make_model: Make, tmp_path: Path) -> None:
-    """A chat template that is not UTF-8 is refused with a message that names its file. Another
-    template is not used in its place, and token limits do not depend on the file.
+    """A chat template that is not UTF-8 is refused with a message that names its file. atts does
+    not use another template instead.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"

@@ -20,7 +20,9 @@ PLAIN = (Sampling(0.0), Sampling(0.7), Sampling(1.0))
 
 
 class Watched:
-    """A wrapper that counts the kernel calls that draw tokens, and the tokens of each sequence."""
+    """A patch that records each kernel call that samples several tokens, and the number of tokens
+    per sequence.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count all draws from now on."""

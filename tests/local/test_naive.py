@@ -142,8 +142,8 @@ def test_every_sharing_of_keys_equals_the_naive_loop(
 ) -> None:
     """The engine agrees with the naive loop for any number of query heads per key-value head.
 
-    The native kernels read query heads in bundles of up to four, so there are cases with and
-    without a remainder.
+    The native kernels process up to four query heads together, so the cases include numbers that
+    are not divisible by four.
     """
     changes = {
         "num_attention_heads": heads,
@@ -276,7 +276,9 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
 
 
 def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> None:
-    """Compare samples and scores of several lengths in one batch with the naive loop."""
+    """Check that samples and scores of several lengths, computed in one batch, equal those of the
+    naive loop.
+    """
     requests: list[SampleRequest | ScoreRequest] = [
         *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)],
         *[ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)],

@@ -87,10 +87,10 @@ def essence(outcome: Outcome) -> str:
 
 
 def test_a_child_killed_at_any_point_loses_no_outcome(tmp_path: Path) -> None:
-    """After each of twenty kills of a child, the run exits with code 3 and the resumed run has the
-    outcomes of an undisturbed run.
+    """If a child process is killed, the run exits with code 3. The resumed run has the outcomes of
+    an undisturbed run. This is tested at twenty random moments.
 
-    The exit code is 0 if the killed child had already done all its work.
+    If the killed child had already done all its work, the exit code is 0.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}

@@ -48,7 +48,9 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 class Slow(InlineTransport):
-    """A transport that reports work as finished only after some steps."""
+    """A transport that randomly reports finished work as unfinished, so that results arrive some
+    steps late.
+    """
 
     def __init__(self) -> None:
         self._random = random.Random(2)
@@ -66,7 +68,9 @@ class Slow(InlineTransport):
 
 
 class Made:
-    """A record of the drafters that loops created, with the transport under test."""
+    """A patch that makes loops use the transport under test, and records the drafters that they
+    create.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
         self.drafters: list[OverlappedDrafter] = []
@@ -78,8 +82,8 @@ class Made:
         return self.drafters[-1]
 
     def spare(self) -> tuple[int, int]:
-        """Count the slots that branches of the last drafter use, plus the slots lent to the work in
-        flight.
+        """Return the number of additional slots in use, and the number that the current job's
+        branches and loans account for.
         """
         drafter: Any = self.drafters[-1]
         job = drafter._job
@@ -90,8 +94,8 @@ class Made:
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """Return the counters of drafts made during the target's steps: correct and wrong guesses of
-    the step's outcome.
+    """Return the counters of drafts made while the target computes. Such a draft guesses the result
+    of the target's step, and the guess is correct or wrong.
     """
     found = counts(done).overlap
     assert found is not None, "no draft was made during the target's steps"
@@ -125,10 +129,10 @@ def test_drafting_during_the_targets_step_changes_no_token(
 def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All guesses of a perfect drafter are correct except the first, and those of a wrong drafter
-    never are.
+    """A drafter that equals the target never guesses a step wrongly, and a drafter that is always
+    wrong guesses none correctly.
 
-    With two sequences, the test would notice a stale key or a wrong position.
+    There are two sequences, so that keys or positions of the wrong sequence would be noticed.
     """
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
@@ -165,8 +169,8 @@ def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
 def test_an_exit_that_knows_the_text_hits_always(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the target's exit predicts the correct tokens, every guess is correct, because the drafter
-    continues the exit's tokens.
+    """If the early exit predicts the target's next token, the drafter continues from this token, so
+    every guess is correct.
     """
     folder = make_model("llama")
     orders = requests(3, 32, HOT)
@@ -315,8 +319,8 @@ def test_a_drafter_that_never_answers_changes_no_text(
 
 
 def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault of PEARL's published code: the test after an accepted block uses the random
-    number of the block's first token.
+    """Plant a fault of PEARL's published code: after a block of accepted tokens, the acceptance
+    test reuses the random number of the block's first token.
     """
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:

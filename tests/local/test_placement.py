@@ -106,9 +106,8 @@ def _sizes(folder: Path, dtype: str = "float32") -> EngineSize:
 def test_a_pair_is_sized_together_before_either_loads(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """The memory plan leaves room for both models and two equal caches.
-
-    No cache is larger than the rollouts can fill.
+    """Draft and target share one GPU. Their caches are planned together, have room for the same
+    number of tokens, and are no larger than the rollouts need.
     """
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
@@ -120,8 +119,7 @@ def test_a_pair_is_sized_together_before_either_loads(
     assert 64 <= first <= 8 * 64
     assert first == min(8 * 64, spare // sum(size.token for size in sizes))
     assert abs(second - first) <= 2 * SPARE_SLOTS
-    # The bytes of additional slots of each cache belong to the workspace, not to the planned
-    # caches.
+    # each cache has a few additional slots, which the plan counts as workspace
     besides = SPARE_SLOTS * sum(size.token for size in sizes)
     assert gpus.used[0] <= total + besides
 
@@ -270,8 +268,8 @@ def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
-    """In the table, the parts of each placement fit into the card's memory, with room for at least
-    one rollout.
+    """In the table of pairs and cards, the memory of all parts adds up to at most the card's
+    memory, and at least one rollout fits.
 
     No cache is larger than 64 rollouts need.
     """

@@ -61,7 +61,9 @@ def repeated_uniforms(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forgetful(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: slots keep the mark of their previous contents."""
+    """Plant a fault: a slot that is allocated again is still marked as drafted if its previous
+    contents were.
+    """
 
     def found(allocator: Any, count: int) -> Any:
         kept = allocator.drafted.copy()
@@ -78,8 +80,8 @@ def kept_whole(verified: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: all accepted tokens are written although only the last one was checked for an
-    end of the text.
+    """Plant a fault: the loop checks only the last accepted token for the end of the text, so
+    tokens after the end are written.
     """
 
     def found(
@@ -213,7 +215,7 @@ def is_green(check: str, folder: Path, plain: Driven) -> bool:
 def test_every_planted_bug_is_found(
     bug: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each planted bug makes at least one check fail, which shows that the checks can fail."""
+    """Each planted bug makes its check fail, which shows that the check can detect a bug."""
     place, change, check = MUTANTS[bug]
     folder = make_model("llama")
     plain = run(folder, [[*requests(8)]])

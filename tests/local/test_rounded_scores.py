@@ -33,8 +33,8 @@ needs_pairs = pytest.mark.skipif(
 async def log_probs(
     words: str, options: LocalOptions = HERE, *, beside: bool = True
 ) -> list[float]:
-    """Return the log-probabilities of the last tokens of all texts, scored in one batch or one
-    after the other.
+    """Return the log-probabilities of the last tokens of all texts. If `beside` is true, one batch
+    scores all texts, otherwise each text is scored alone.
     """
 
     async def score(engine: LocalEngine, ids: tuple[int, ...]) -> list[float]:
@@ -67,7 +67,7 @@ async def test_scores_are_close_to_torch_with_rounded_inputs(
         torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()
         for one, other in ((rounded, oracle), (rounded, exact))
     ]
-    # if their rounding errors were independent, apart[0] would be 1.4 times apart[1]
+    # apart[0] would be 1.4 times apart[1] if the two roundings had independent errors
     assert apart[0] < 0.9 * apart[1]
     assert 0 < apart[1] < 0.02
 

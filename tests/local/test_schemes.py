@@ -55,11 +55,11 @@ def test_changing_schemes_changes_no_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Changing the drafting scheme changes no bit of ids, ends and log-probabilities, with the
-    drafter in this or another process.
+    """Changing the drafting scheme during a run changes no bit of the replies. The drafter is in
+    this process or another.
 
-    If the target has a trained exit, the schemes include Mirror, which is the only scheme that uses
-    drafter heads.
+    If the target has a trained exit, the schemes include Mirror, the only one that uses the
+    drafter's heads.
     """
     folder = make_model("llama")
     near = with_heads(copytree(near, tmp_path / "near"))
@@ -89,8 +89,8 @@ def test_changing_schemes_changes_no_token(
     assert overlap is not None
     asked = overlap.hits + overlap.misses
     if transport is DrafterProcess:
-        # Each scheme lasts three steps; at the second step the drafter's process is late, or has a
-        # guess to check.
+        # The scheme changes every three steps. At the second of them, the drafter's process is late
+        # or has made a guess that is checked.
         asked += overlap.late
     assert asked > 0
 

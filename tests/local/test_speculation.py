@@ -113,8 +113,8 @@ def test_a_long_sweep_of_settings_changes_no_token(
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) -> None:
-    """A draft model, text lookup and the better of the two change no text, even with another run's
-    text as a hint.
+    """A draft model, text lookup, and a choice between them change no text, even if a request has
+    the text of another run as a hint.
     """
     folder = make_model("llama")
     orders = requests(9, 40)
@@ -168,8 +168,8 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(room: int, make_model:
 
 
 def is_always_right(folder: Path, room: int) -> bool:
-    """Return whether the target accepts all of its own proposals, up to a position whose random
-    number differs from the target's.
+    """Return whether a target that drafts for itself accepts all of its proposals. Some proposals
+    get a wrong random number at one position, and are compared only up to there.
     """
     numbers = random.Random(1)
     wrong = dict[int, int]()
@@ -201,7 +201,8 @@ def is_always_right(folder: Path, room: int) -> bool:
         patch.setattr(Proposals, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
     assert len(missing) > 15
-    # two differences are allowed, because the two ways to compute may decide near ties differently
+    # two differences are allowed, because drafting and checking compute logits in different ways
+    # and may differ at a near tie
     return sum(missing) <= 2
 
 
@@ -267,8 +268,8 @@ def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
 
 
 def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) -> None:
-    """After speculation the cache is correct: continued texts and scores equal those of an engine
-    without speculation.
+    """After speculation, texts that continue earlier ones and scores of earlier texts equal those
+    of an engine without speculation.
     """
     folder = make_model("llama")
     first = run(folder, [[*requests(4, 30)]], None, 6, near)

@@ -52,9 +52,10 @@ HERE: dict[str, Any] = {
 def test_in_torch_only_near_ties_may_differ(
     family: str, changes: dict[str, Any], make_model: Make
 ) -> None:
-    """With torch, speculation may change only near ties, and log-probabilities agree within 1e-4.
+    """With torch, speculation may change a token only if two tokens are almost equally likely.
+    Log-probabilities agree within 1e-4.
 
-    The cause is that torch computes the rows of one sequence as a masked batch.
+    Torch computes several rows of a sequence as a masked batch, which changes rounding.
     """
     folder = make_model(family, **changes)
     orders = requests(7)
@@ -272,8 +273,8 @@ def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path)
 def test_time_spent_on_choosing_lengths_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a few representative steps are timed, and time spent on choosing and learning proposal
-    lengths is not part of them.
+    """The measured time of a step excludes the time to choose proposal lengths and to learn from
+    results. Only a few steps are measured.
     """
     now = [0.0]
     told = list[tuple[float, float]]()
@@ -298,8 +299,8 @@ def test_time_spent_on_choosing_lengths_is_not_step_time(
 def test_work_between_two_steps_counts_for_the_second(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of planning, replies and reports is added to the next step, whether it has one token
-    or nine.
+    """The time between two steps, for planning, replies and reports, is added to the second step,
+    however many tokens it has.
     """
     now = [0.0]
     told = list[float]()
@@ -361,8 +362,8 @@ def test_waiting_for_requests_is_not_step_time(
 def test_a_repeated_step_is_not_learned_from(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proposer learns nothing from a repeated step, because it takes the time of two steps and
-    verifies no proposal.
+    """If a step fails and is repeated, its duration is not used to choose proposal lengths. It took
+    the time of two steps, and no proposal was verified.
     """
     orders = requests(2)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]

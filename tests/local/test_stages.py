@@ -51,8 +51,8 @@ LAWS = Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)
 
 
 def crowd() -> list[list[Command]]:
-    """Make more prompts than fit into the cache, some shared, that are continued and scored; some
-    are cancelled.
+    """Make sampling and scoring requests that need more slots than the cache has. Some share a
+    prompt, and some are cancelled.
     """
     steps: list[list[Command]] = [[]]
     for number in range(1, 17):
@@ -66,8 +66,8 @@ def crowd() -> list[list[Command]]:
 
 
 class StageHere:
-    """A stage that runs in this process and may fail from a given message on; it starts faster than
-    a child process.
+    """A stage that runs in this process, because this starts faster than a child process. It may
+    fail from a given message on.
     """
 
     made: ClassVar[list[StageHere]] = []
@@ -325,7 +325,7 @@ def test_replicas_of_a_stage_give_the_same_bits(
         return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
     def either(costs: StageCosts, *seen: Any) -> Instance:
-        """Make recomputing appear half or twice as expensive as moving, so that both are used on
+        """Set the cost of recomputing to half or twice the cost of moving, so that both are used on
         every machine.
         """
         costed = measured(costs, *seen)
@@ -354,10 +354,10 @@ def test_replicas_of_a_stage_give_the_same_bits(
 
 
 def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
-    """Missing rows are recomputed bit-identically, in the groups in which steps first computed
-    them.
+    """Missing rows are recomputed in the same groups as in the original steps, so that they are
+    bit-identical.
 
-    The cases are long runs of rows, short runs, single rows, and parts of runs.
+    The cases are long and short runs of consecutive rows, single rows, and parts of runs.
     """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))
@@ -383,9 +383,8 @@ def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
 
 
 def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> None:
-    """Keys and values are moved from a worker that first reports a failed step.
-
-    In this state the loop does not know the contents of the worker's cache.
+    """If a worker reports a failed step, the loop does not know what the worker's cache contains.
+    Keys and values are nevertheless moved from this worker.
     """
     kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
@@ -406,8 +405,8 @@ def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> No
 
 
 def run_of(first: int, number: int) -> StepBatch:
-    """Make a step in which one sequence, in the slots from 1 on, feeds these rows and requests no
-    output.
+    """Make a step of one sequence with `number` tokens from position `first`. The sequence uses the
+    slots from 1 on, and no output is requested.
     """
     at = np.arange(first, first + number)
     none = np.zeros(0, dtype=np.int64)

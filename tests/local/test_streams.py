@@ -41,8 +41,8 @@ def test_streaming_heads_change_no_token(
 ) -> None:
     """Streaming heads change no token.
 
-    With a drafter equal to its target, correct heads save passes, and the next pass corrects the
-    tokens of wrong heads.
+    The drafter is the target itself. Correct heads then need fewer passes than tokens, and the
+    tokens of wrong heads are corrected by the next pass.
     """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)

@@ -35,8 +35,8 @@ def test_every_exercise_lies_in_the_split_its_operations_name(split: str) -> Non
 
 
 def test_wording_does_not_move_a_computation_to_another_split() -> None:
-    """Two exercises with the same operations have the same canonical form, so they are in one
-    split.
+    """Exercises that differ only in wording have the same canonical form. The form decides the
+    split, so they are in the same split.
     """
     by_form: dict[str, set[str]] = {}
     for exercise in islice(stream("train", seed=5, levels=(1,)), 6000):
@@ -86,8 +86,8 @@ def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
 
 
 def test_expressions_have_the_value_in_their_solutions_box(many: list[Exercise]) -> None:
-    """The question of an expression problem, evaluated by Python, has the value in the box of its
-    solution.
+    """If an exercise asks for the value of an expression, Python's value of the expression is in
+    the box of the solution.
     """
     found = [exercise for exercise in many if exercise.kind == "expression"]
     assert len(found) > 100

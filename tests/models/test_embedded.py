@@ -113,8 +113,8 @@ def test_the_embedded_models_fit_servers_and_laptops() -> None:
 
 
 def test_the_draft_costs_a_twentieth_of_the_target() -> None:
-    """The draft's cost per token is a twentieth of the target's, including the output matrix and
-    attention over a typical solution's length.
+    """The draft needs at most a twentieth of the target's operations per token, also with attention
+    over 128 tokens.
     """
     draft = info("draft")
     target = info("target")
@@ -163,8 +163,8 @@ def test_the_chat_template_opens_the_assistants_turn(tokenizer: Any) -> None:
 
 
 def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
-    """Return the share of greedy solutions with the correct answer in the box, if each step is one
-    chunk.
+    """Return the share of problems for which the model's greedy solution has the correct answer in
+    the box.
     """
     model = _open(name)
     right = 0

@@ -39,8 +39,8 @@ def test_wrong_chunks_are_wrong_and_chunked(some: list[Exercise]) -> None:
 
 
 def test_nothing_wrong_is_learned(some: list[Exercise]) -> None:
-    """Apart from alarms, the trainer learns only the reference solution and the end token, never an
-    error.
+    """The trainer learns only tokens of the reference solution, the end token and alarms about
+    errors, but no error itself.
     """
     random = Random(1)
     flawed = 0
@@ -86,7 +86,7 @@ def test_the_rendered_prompt_is_the_chat_templates(encoder: Any) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make data in blocks of 256 conversations instead of 4,096."""
+    """Make the trainer generate its data in blocks of 256 conversations instead of 4,096."""
     monkeypatch.setattr(train, "BLOCK_SIZE", 256)
 
 

@@ -59,7 +59,7 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
     """In a rollout's next turn, all earlier tokens come from the cache except the last one, which
-    was sampled but not yet computed by the model.
+    was sampled but not yet computed.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)

@@ -110,7 +110,7 @@ def test_captured_steps_write_the_same(
 def test_captured_speculation_changes_no_token(
     make_model: Any, near: Path, drive: Any, models: Any
 ) -> None:
-    """With speculation, replaying captured steps of the target and of the drafter changes no token."""
+    """With speculation, replaying captured steps of target and drafter changes no token."""
     folder = make_model("llama")
     orders = [
         [Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]

@@ -268,8 +268,8 @@ def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
-    """In the table of pairs and cards, the memory of all parts adds up to at most the card's
-    memory, and at least one rollout fits.
+    """In the table of pairs and cards, the memory of all parts is at most the card's memory, and at
+    least one rollout fits.
 
     No cache is larger than 64 rollouts need.
     """

@@ -113,8 +113,8 @@ def test_a_long_sweep_of_settings_changes_no_token(
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) -> None:
-    """A draft model, text lookup, and a choice between them change no text, even if a request has
-    the text of another run as a hint.
+    """A draft model, text lookup, and a choice between them change no text, even if the request's
+    hint is the text of another run.
     """
     folder = make_model("llama")
     orders = requests(9, 40)

@@ -99,8 +99,8 @@ def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
 
 
 def test_a_certified_gate_decides_as_it_was_tested(attempt: Solve) -> None:
-    """Live decisions equal those of the frozen gate that labelled runs certified, and each decision
-    names the certificate.
+    """The certificate was computed from labelled runs with a frozen gate. In a new run, the
+    certified gate makes the same decisions, and each decision names the certificate.
     """
     target = attempt(replace(POLICY, drafter="target"), FixedGate("accept"), problems=40)
     runs = [
@@ -158,8 +158,8 @@ def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
 
 
 def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
-    """A policy that loses six of 300 answers and wins as many passes only the net test at 1.5
-    points.
+    """Of 300 answers, a policy loses six that the target alone gets right, and wins six others.
+    With epsilon = 0.03 it passes only the test of the net loss.
     """
     target = [_solved(str(number)) for number in range(300)]
     target = [replace(one, answer="no") if number < 6 else one for number, one in enumerate(target)]
@@ -180,8 +180,8 @@ def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])
 def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
-    """If the first requested chunk gets its score last, all other scores wait, so they join the
-    calibrator's pool in order of requests.
+    """Scores join the calibrator's pool in the order in which they were requested. If the first
+    requested score arrives last, all others wait for it, however many they are.
     """
     gate, calibrator = Setup(concurrency=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
@@ -222,8 +222,8 @@ def test_a_resumed_warm_up_stores_only_the_rest(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) -> None:
-    """The guarantee and its assumptions come from the run directory alone, and each decision in the
-    journal names the certificate.
+    """A report needs only the run directory to state the certificate's guarantee and assumptions.
+    Each decision in the journal names the certificate.
     """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)

@@ -45,8 +45,8 @@ def authors(outcome: Outcome) -> list[set[str]]:
 
 
 def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: Solve) -> None:
-    """Each escalated problem has half of its rollouts by the draft and half by the target; other
-    problems request none of the target.
+    """The draft writes four rollouts of each problem. If the problem escalates, the target writes
+    four more; otherwise the target writes none.
     """
     gate = ConformalGate(Calibrator(0.4, "aci", seed=3))
     outcomes = attempt(CASCADE, gate, problems=40)
@@ -60,8 +60,8 @@ def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: S
 
 
 def test_the_problems_that_agree_least_escalate(attempt: Solve) -> None:
-    """If all scores are stored beforehand, the draft's rollouts agree at least as much in each
-    accepted problem as in any escalated one.
+    """With all scores stored in advance, the gate escalates the problems whose draft rollouts agree
+    least.
     """
     alone = attempt(replace(CASCADE, samples=5, first_wave=4), FixedGate("accept"), problems=40)
     shares = [max(outcome.votes.values(), default=0.0) for outcome in alone]
@@ -85,8 +85,8 @@ def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> Non
 
 
 def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
-    """The rollouts are the same whether all or only the target's vote; an enumeration checks which
-    rollouts vote.
+    """An escalated problem has the same rollouts whether all of them vote or only the target's. If
+    none of the target's rollouts has an answer, all of them vote.
     """
     kinds: tuple[Literal["all", "target"], ...] = ("all", "target")
     policies = {
@@ -157,8 +157,8 @@ def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, 
 
 
 def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
-    """The score is worse if fewer rollouts give the leading answer; a problem without any answer
-    has the worst score.
+    """The fewer rollouts give the leading answer, the worse is a problem's score. A problem without
+    any answer has the worst score.
     """
     counts = [(8,), (7, 1), (4, 4), (2, 2, 2, 1, 1), (1,), ()]
     scores = [
@@ -173,11 +173,10 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 @pytest.mark.parametrize("order", ["random", "easy first", "hard first", "drifting"])
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
-    """In any order of problems, the share of escalated problems is the nominal rate.
+    """The share of escalated problems is the nominal rate within 0.005, in any order of problems.
 
-    The test simulates 10^5 problems of eight rollouts, whose agreement gives one of nine scores.
-    The error of the number of escalations is at most the distance between the first and the last
-    level of the gate. If the scores only fall, this is about 400 decisions.
+    The test simulates 10^5 problems of eight rollouts. The possible scores are few, because a score
+    depends only on how many rollouts agree.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000
@@ -294,10 +293,10 @@ def test_a_rollout_written_again_keeps_no_chunk() -> None:
 
 @pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])
 def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str) -> None:
-    """A small run meets its rate in any order of problems.
+    """A small run meets its rate whether quick or slow problems end first.
 
-    Problems that agree end early, so scores rise during the run, but the number of remaining
-    problems corrects the rate.
+    Problems with agreeing rollouts end early, so scores rise during the run. The gate corrects the
+    rate, because it knows how many problems remain.
     """
     problems = toy_problems(40, 5)
     setup = Setup(
@@ -346,8 +345,8 @@ def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None
 
 
 def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path: Path) -> None:
-    """Each target rollout begins after all four draft rollouts of its problem, and has an edge from
-    each of them.
+    """A target rollout begins after all four draft rollouts of its problem. The task graph
+    therefore has an edge from each of them to the target rollout.
     """
     base = Setup(method="cascade", rate=0.5, draft="scripted", target="scripted", concurrency=8)
     setup = replace(base, policy=replace(base.policy, samples=8))

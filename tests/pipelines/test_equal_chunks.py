@@ -81,7 +81,9 @@ def test_equal_chunks_are_scored_once(attempt: Solve, latency: float) -> None:
 
 
 def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
-    """A score reused from a sibling is the one that the target gave this chunk after this text."""
+    """A score that is reused from a sibling equals the target's score of this rollout's own chunk
+    after its own text.
+    """
     found = turns(attempt(POLICY, KEEP, target=Heedful()))
     recalled = [(line, turn) for line, turn in found if turn.score_reused]
     assert len(recalled) > 5
@@ -112,8 +114,8 @@ def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
 
 
 def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) -> None:
-    """A target that samples while scoring scores a repeated chunk separately for each rollout,
-    because each needs its own sample.
+    """If the target samples while it scores, no score is reused for an equal chunk, because each
+    rollout needs its own sample.
 
     The texts are the same as with a target that only scores.
     """
@@ -143,8 +145,8 @@ def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers)
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
 def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """A reused score adds no scored tokens. The scored tokens of all turns sum to those charged to
-    the rollout.
+    """The scored tokens of a rollout's turns add up to the number in its usage. A reused score adds
+    none.
     """
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())

@@ -126,8 +126,8 @@ def test_a_takeover_starts_with_tokens_drawn_during_scoring(attempt: Solve) -> N
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
 def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
-    """The text equals that of one request, and stop strings are also found across the boundary
-    between the two requests.
+    """A text that is sampled in two requests equals the text of one request. A stop string that
+    begins in the first part still ends the text.
     """
 
     async def main() -> None:
@@ -145,10 +145,11 @@ def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
 
 
 def test_an_engine_that_draws_other_tokens_is_found() -> None:
-    """An engine that draws other tokens while scoring is detected.
+    """The conformance suite detects an engine that samples other tokens while scoring than without
+    scoring.
 
-    The planted bugs use the random stream of another attempt, or restart the stream for the rest of
-    the text.
+    One planted bug uses the random numbers of another attempt. The other starts again with the
+    first random number when a text is continued.
     """
 
     class OtherStream(ScriptedEngine):
@@ -284,8 +285,8 @@ def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
 def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
     attempt: Solve,
 ) -> None:
-    """If drafts are accepted and the target is slow, the target writes only at the beginning, when
-    it takes all requests at once.
+    """If drafts are accepted and the target is slow, the draft writes nearly all chunks. The target
+    writes only at the start, when it can take all requests in one batch.
     """
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))

@@ -23,7 +23,9 @@ Method = Literal["target-only", "exact", "drafts alone"]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job with a number of tokens to read and then a number of tokens to write, one per step."""
+    """A job on an engine: the number of tokens to read, and then the number of tokens to write, one
+    per step.
+    """
 
     reads: int
     writes: int = 0
@@ -149,7 +151,7 @@ class Run:
 
     def _text(self, chunks: int, chance: random.Random) -> Text:
         known = {"draft": 0, "target": 0}
-        written = 100  # number of tokens known so far, at first those of the prompt
+        written = 100  # number of known tokens; at first only the prompt's tokens are known
         for length in [max(4, round(chance.gauss(40, 12))) for _ in range(chunks)]:
             chunk = None if self._method == "target-only" else self._choice.begin(self._now)
             end = written + length
@@ -196,7 +198,9 @@ class Run:
 
 
 def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
-    """Return the times of a method relative to those of the target alone, for three runs."""
+    """Return a method's time divided by the time of the target alone, for each of three simulated
+    runs.
+    """
     at_once, rollouts, chunks = shape
     times: list[float] = []
     for seed in range(3):
@@ -215,7 +219,8 @@ def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
         ((1, 8, 10), 1.03),
         ((4, 16, 10), 1.03),
         ((32, 160, 6), 1.03),
-        # all rollouts end together here, so the draft's first chunk delays the end
+        # all rollouts of this run end at the same time, so the delay of the first drafted chunk
+        # delays the end
         ((32, 32, 10), 1.045),
     ],
 )

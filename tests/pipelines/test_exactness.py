@@ -47,7 +47,8 @@ from atts.run import EngineCalls
 from atts.sampling import Seed, uniforms
 from atts.testing import run_virtual
 
-# "a" is the prompt and a letter, "n" is the delimiter, "." is the end.
+# "a" and "b" are letters, and "a" is also the prompt. "n" is the delimiter and "." the end of the
+# text.
 DRAFT = {"a": [0.4, 0.3, 0.2, 0.1], "b": [0.2, 0.2, 0.5, 0.1], "n": [0.3, 0.5, 0.1, 0.1]}
 TARGET = {"a": [0.2, 0.4, 0.2, 0.2], "b": [0.5, 0.1, 0.2, 0.2], "n": [0.1, 0.3, 0.4, 0.2]}
 LENGTH = 4
@@ -60,7 +61,7 @@ POLICY = Policy(
     sampling=Sampling(),
     early_stop="none",
     system="",
-    repeats=99,  # in effect no limit on repeated chunks, because the limit changes the distribution
+    repeats=99,  # practically no limit on repeated chunks; a limit would change the distribution
 )
 RAW = Sampling()
 
@@ -291,8 +292,8 @@ def cells(probability: Callable[[str], float]) -> dict[str, float]:
 
 
 def p_value(seen: Counter[str], exact: dict[str, float]) -> float:
-    """Return the p-value of a chi-square test against exact probabilities; texts with an expected
-    number below 5 are pooled.
+    """Return the p-value of a chi-square test of the counts against exact probabilities. Texts with
+    an expected count below 5 are pooled.
     """
     total = sum(seen.values())
     big = [text for text, p in exact.items() if p * total >= 5]
@@ -341,8 +342,8 @@ def test_the_targets_own_temperature_is_used() -> None:
 
 
 def test_continue_alternates_the_two_models() -> None:
-    """`continue` keeps the draft's chunk and adds the target's; the mixed distribution is computed
-    exactly.
+    """With takeover `continue`, chunks of draft and target alternate, and the distribution of texts
+    equals that of alternating models.
     """
     draft = TableEngine(DRAFT, "draft")
     target = TableEngine(TARGET, "target")
@@ -353,9 +354,11 @@ def test_continue_alternates_the_two_models() -> None:
 def _alternating(
     text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0
 ) -> float:
-    """Return the probability of a text if the models take turns of up to two letters.
+    """Return the probability of a text if draft and target alternate with chunks of up to two
+    letters.
 
-    After the draft's end it is the target's turn, and the target's end ends the text.
+    If the draft ends the text, the target continues it; if the target ends it, the text is
+    complete.
     """
     if not text:
         return 1.0
@@ -390,7 +393,7 @@ def test_a_wrong_temperature_fails_the_test() -> None:
 
 
 GATED = replace(REPLACING, score=ScoreRule("mean"))
-# escalates chunks whose perplexity under the target is above this threshold
+# a gate that escalates chunks whose perplexity under the target is above 6
 CUT = ThresholdGate(6.0)
 
 
@@ -422,8 +425,8 @@ def pieces(engine: TableEngine, last: str, size: int) -> dict[str, float]:
 
 
 def stays(piece: str, target: TableEngine, last: str) -> bool:
-    """Return whether the gate accepts a chunk; if the chunk ended the text, only the part before
-    the end is scored.
+    """Return whether the gate accepts a chunk. If the chunk ends the text, the end itself has no
+    score.
     """
     written = piece.removesuffix(".")
     return (
@@ -434,10 +437,10 @@ def stays(piece: str, target: TableEngine, last: str) -> bool:
 
 @pytest.mark.parametrize("kind", [TableEngine, Drawing])
 def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None:
-    """A replacement is drawn from the target's distribution, although the gate reads the chunk and
-    its score.
+    """The text that replaces an escalated chunk has the target's distribution.
 
-    The random numbers of the takeover depend on neither.
+    The gate reads the chunk and its score, but the takeover's random numbers depend on neither of
+    them.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")
@@ -449,9 +452,8 @@ def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None
 def test_a_takeover_with_its_chunks_stream_fails_the_test(
     kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A takeover that uses the random numbers of the rejected chunk fails the chi-square test.
-
-    Its text would depend on the rejection, also if the takeover began before it.
+    """The chi-square test rejects a takeover that uses the random numbers of the rejected chunk,
+    because its text then depends on the rejection.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")

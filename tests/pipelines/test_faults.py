@@ -52,7 +52,7 @@ class Silent(ScriptedEngine):
 
 
 class TrustsTheDraft(ConformalGate):
-    """A gate that accepts chunks with a high log-probability of the draft without a score."""
+    """A gate that accepts a chunk without a score if the draft's log-probability is high."""
 
     def preview(self, features: Features) -> Decision:
         if features.draft_logprob > -9.0:
@@ -61,7 +61,7 @@ class TrustsTheDraft(ConformalGate):
 
 
 class Undecided(ConformalGate):
-    """A gate that returns its preview as its final decision."""
+    """A gate whose final decision is always "verify", which only a preview may return."""
 
     def decide(self, features: Features, score: float) -> Decision:
         return features.decision("verify", score=score)

@@ -86,7 +86,9 @@ def test_a_threshold_gate_escalates_nan() -> None:
 def test_the_published_rule_equals_its_formula(
     stored: list[float], score: float, rate: float
 ) -> None:
-    """The published rule escalates a chunk if c/N >= tau, where c does not count ties."""
+    """The published rule escalates a chunk if the share of stored scores below its score is at
+    least 1 minus the rate.
+    """
     decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
     assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
 
@@ -98,8 +100,8 @@ def test_the_published_rule_equals_its_formula(
 def test_the_round_gate_takes_the_worst_and_carries_its_remainder(
     rounds: list[list[float]], rate: float
 ) -> None:
-    """After any number of rounds, the number of escalations is within one half of the budget,
-    unless a round was too small.
+    """In each round the chunks with the worst scores escalate. After any number of rounds, their
+    number differs from the nominal rate times all chunks by at most one half.
     """
     gate = TopGate.of(rate)
     total = count = 0
@@ -178,7 +180,7 @@ def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them(
 
 
 def test_a_cue_escalates() -> None:
-    """Words of hesitation escalate a chunk, in upper and lower case."""
+    """A chunk that contains a word of hesitation, such as "wait" in upper or lower case, escalates."""
     assert CueGate().preview(Features("q", text="So x = 3. WAIT, no")).escalate
     assert not CueGate().preview(Features("q", text="So x = 3.")).escalate
 
@@ -234,7 +236,9 @@ def test_scores_are_perplexities(logprobs: list[float]) -> None:
 def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
     pairs: list[tuple[float, float]],
 ) -> None:
-    """The chance is the product of min(1, target / author) over tokens; an end token is left out."""
+    """The chance of acceptance is the product of min(1, p_target / p_draft) over the chunk's tokens
+    without an end token. The score is one divided by this chance.
+    """
     target = [t for t, _ in pairs]
     own = [o for _, o in pairs]
     chunk = Chunk(
@@ -272,17 +276,19 @@ def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
         )
         moved = [value * (1 + draws.uniform(-1e-7, 1e-7)) for value in theirs]
         equal += score_of(ScoreRule(kind), theirs, chunk) == score_of(ScoreRule(kind), moved, chunk)
-    # three of 300 scores may differ, because a score between two rounded values may become either
+    # three of 300 may differ, because a score halfway between two rounded values may be rounded up
+    # or down
     assert equal >= 297
 
 
 def agreement_run(
     gate: ConformalGate | AgreementGate, seed: int, problems: int = 60
 ) -> dict[bool, tuple[int, int]]:
-    """Run sixteen rollouts of eight chunks, whose siblings agree in half of the problems.
+    """Simulate sixteen rollouts of eight chunks for each problem. In half of the problems the
+    siblings agree.
 
-    Return (number of escalated chunks, number of all chunks) for the problems that agree and for
-    the others.
+    Return (number of escalated chunks, number of all chunks) for problems with and without
+    agreement.
     """
     draw = random.Random(seed)
     handed = Counter[bool]()
@@ -309,10 +315,8 @@ def agreement_run(
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_escalations_saved_on_agreement_are_spent_on_disagreement(rate: float) -> None:
-    """Escalations that are saved where siblings agree are spent where they disagree, so the total
-    stays within a hundredth.
-
-    Where siblings agree, nothing escalates after the third equal answer.
+    """If chunks of agreeing siblings are accepted, other chunks escalate more often, so that the
+    total rate is met within 0.01.
     """
     conformal = ConformalGate(Calibrator(rate, "aci", seed=1))
     found = agreement_run(AgreementGate(conformal, 0.9), seed=2)
@@ -324,7 +328,9 @@ def test_escalations_saved_on_agreement_are_spent_on_disagreement(rate: float) -
 
 
 def test_agreement_counts_from_three_siblings_on() -> None:
-    """Two siblings may agree by chance, so agreement needs three; a skipped chunk says why."""
+    """A chunk is accepted because of agreement only if at least three siblings have the same
+    answer, since two may agree by chance. The decision gives the reason.
+    """
     gate = AgreementGate(ConformalGate(Calibrator(1.0, "aci")), 0.9)
     for answered, action in ((2, "escalate"), (3, "accept")):
         said = gate.decide(Features("q", answered=answered, agreement=1.0, issue=answered), 2.0)
@@ -334,8 +340,8 @@ def test_agreement_counts_from_three_siblings_on() -> None:
 
 
 def test_impossible_budgets_are_refused() -> None:
-    """A budget is a share, rounds have no siblings that answered, and the setup refuses before
-    models load.
+    """The setup refuses an agreement that is not a share above 0 and at most 1. It also refuses the
+    option with rounds, in which no sibling has an answer yet.
     """
     for setup in (
         Setup(accept_when_agreeing=1.5),
@@ -366,8 +372,8 @@ def test_a_rollout_is_compared_with_its_siblings_only() -> None:
 
 
 def test_positions_in_the_tree_of_chunks_are_unique() -> None:
-    """Two chunk sequences have the same position only if all their chunks are the same. The empty
-    sequence has position 0.
+    """Different sequences of chunks have different positions in the tree, and the empty sequence
+    has position 0.
     """
     siblings = Siblings(toy_groups)
     chunks = [Chunk("draft", str(n), (n,), (n,), "length") for n in range(3)]

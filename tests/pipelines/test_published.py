@@ -41,7 +41,7 @@ def load(shared_data: Path) -> Load:
 
 
 def gate_of(method: str, stored: StoredScores, rate: float = 0.4) -> Gate:
-    """Return the gate of a preset that starts from these scores."""
+    """Return the gate that a preset builds from stored scores."""
     gate = preset(method).gate(GateInputs(Calibrator(rate, "aci", stored=stored)))
     assert not isinstance(gate, RoundGate)
     return gate
@@ -88,11 +88,11 @@ def test_questions_are_ranked_among_their_own_scores(
     rate: float,
     spread: float,
 ) -> None:
-    """For questions with their own stored scores, the preset's rate and its variation over
-    questions equal those measured for the released rule.
+    """With sixteen stored scores per question, the gate ranks a score among those of its own
+    question.
 
-    The gate is calibrated on one draw of sixteen scores per question and decides on another draw.
-    Each decision follows its formula.
+    The gate decides on other scores of the same questions. Its rate, and the rate's standard
+    deviation over questions, equal those of the released code.
     """
     scores = load(flat, 16)
     names = [str(place // 16) for place in range(len(scores.scores))]
@@ -102,7 +102,7 @@ def test_questions_are_ranked_among_their_own_scores(
     assert len(live) == questions
     rates: list[float] = []
     for question, (key, values) in enumerate(live.items()):
-        del key  # the key is not needed, because the questions have the order of the flat array
+        del key  # the flat array has the questions in the same order, so their keys are not needed
         pool = np.array(scores.scores[question * 16 : question * 16 + 16])
         decided = [gate.decide(Features(str(question)), value).escalate for value in values]
         assert decided == [(pool < value).mean() >= 0.6 for value in values]
@@ -112,8 +112,8 @@ def test_questions_are_ranked_among_their_own_scores(
 
 
 def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
-    """The published pool contains only the first turns of a calibration run, and the gate accepts
-    chunks of unknown questions.
+    """The published rule ranks scores only among those of first turns. With scores per question, a
+    chunk of a question without stored scores is accepted.
     """
     stored = StoredScores((1.0, 2.0, 9.0, 9.0), ("a", "a", "a", "b"), (0, 0, 1, 0))
     marginal = gate_of("paper-marginal", stored, 0.5)
@@ -130,8 +130,8 @@ def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
 
 
 def test_an_answer_is_judged_before_it_ends_its_rollout() -> None:
-    """A chunk with the answer may be escalated, and the text of the answer is kept, as in the
-    published loop.
+    """As in the published loop, the chunk with the answer is judged like any other. If it
+    escalates, its answer still counts.
     """
     base = Policy(samples=2, turns=1)
     first = Setup(draft="scripted", target="scripted", rate=0.0, policy=base)

@@ -198,8 +198,8 @@ def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
 
 
 def test_a_number_cut_by_the_chunk_limit_is_not_an_answer(attempt: Solve) -> None:
-    """If a marker instead of a brace ends the answer, the answer counts only once more text
-    follows.
+    """If an answer has no closing brace, the end of a chunk may cut its number. The answer
+    therefore counts only once more text follows.
     """
 
     def after_the_mark(text: str) -> str | None:
@@ -217,7 +217,9 @@ def test_a_number_cut_by_the_chunk_limit_is_not_an_answer(attempt: Solve) -> Non
 
 
 def test_a_finished_text_gets_the_fallback_extraction(attempt: Solve) -> None:
-    """A guessed answer counts only once the model ended its text, and is marked as a guess."""
+    """An answer found by the fallback extraction counts only if the model ended its text, and is
+    marked as a fallback answer.
+    """
     unmarked = Answers(lambda text: None, toy_groups)
     guessing = replace(unmarked, extract_finished=toy_answer)
     plain = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=unmarked)
@@ -254,8 +256,8 @@ def test_a_marked_answer_is_never_guessed(attempt: Solve, answers: Answers) -> N
 
 
 def test_text_without_an_answer_is_searched_once(attempt: Solve) -> None:
-    """However long a rollout grows, each chunk causes a search of only the latest text, with the
-    same result.
+    """For each chunk, only the newest part of a long text is searched for an answer. The rollouts
+    are the same as if the whole text were searched.
     """
     looked: list[int] = []
 

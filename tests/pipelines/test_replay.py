@@ -104,8 +104,8 @@ def test_an_online_gate_replays_exactly_in_the_recorded_order(
 
 
 def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: Answers) -> None:
-    """A replay at rate 0 is off-policy exactly in the rollouts of which the run escalated a scored
-    chunk.
+    """In a replay that accepts every chunk, a rollout is off-policy exactly if the recorded run
+    escalated one of its scored chunks.
     """
     outcomes = attempt(POLICY, conformal(0.4))
     none = replay_policy(outcomes, FixedGate("accept"), POLICY, answers.group)
@@ -129,8 +129,8 @@ def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: An
 def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
     attempt: Solve, answers: Answers
 ) -> None:
-    """In a replay with m samples and fewer turns, later samples do not vote and answers after the
-    last turn do not count.
+    """A replay may have fewer samples and turns than the recorded run. Rollouts beyond its samples
+    do not vote, and answers beyond its turns do not count.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     one = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, samples=1), answers.group)
@@ -142,8 +142,8 @@ def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
 def test_a_rollout_that_started_again_has_as_many_turns_again(
     attempt: Solve, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If escalation restarts a rollout, the turn limit applies again from the restart. A replay
-    gives the same answers as a live run with that limit.
+    """If the target starts a rollout again, its turns are counted from zero. A replay with fewer
+    turns gives the same answers as a live run with that limit.
     """
     monkeypatch.setattr("atts.pipelines.builder._LONG_PIECE", 12)
     long = changed(POLICY, escalates="rollout", chunking=Chunking(12, 12, ()), turns=12)
@@ -182,7 +182,9 @@ def test_inserted_tokens_are_not_counted_as_written(attempt: Solve, answers: Ans
 
 
 def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers) -> None:
-    """A replay of a round gate escalates its share of each problem's scored chunks."""
+    """A round gate escalates a fixed share of each round. Its replay escalates this share of the
+    recorded chunks with scores.
+    """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, TopGate.of(0.25), POLICY, answers.group)
     assert abs(again.rate - 0.25) < 0.05
@@ -198,7 +200,7 @@ def run_of(problems: int, samples: int, directory: Path) -> None:
 def test_a_replay_keeps_numbers_and_no_texts(tmp_path: Path) -> None:
     """After a journal is read, memory keeps only numbers of each chunk and its decisions."""
     run_of(24, 4, tmp_path)
-    # this first replay is not measured, because it imports modules and fills caches
+    # this replay only imports modules and fills caches; the next one is measured
     atts.replay(tmp_path, rate=0.4)
     tracemalloc.start()
     try:
@@ -212,8 +214,8 @@ def test_a_replay_keeps_numbers_and_no_texts(tmp_path: Path) -> None:
 
 
 def test_replayed_decisions_read_like_a_list(tmp_path: Path) -> None:
-    """Replayed decisions are made from columns at each access, and are equal each time, with their
-    reasons.
+    """A replay's decisions can be indexed and sliced like a list. Each access creates the decision
+    from columns, and repeated accesses give equal decisions.
     """
     run_of(6, 4, tmp_path)
     done = atts.replay(tmp_path, rate=0.1)

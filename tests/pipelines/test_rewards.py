@@ -34,7 +34,9 @@ Start = Callable[..., RewardServer]
 
 
 def truth(problem: str, steps: Sequence[str]) -> float:
-    """Return a high reward if the step's sum is correct; a step without a sum is likely correct."""
+    """Return a high reward if the last step's sum is correct and a low one if it is wrong. A step
+    without a sum gets a fairly high reward.
+    """
     match = STEP.search(steps[-1])
     if match is None:
         return 0.8
@@ -87,8 +89,8 @@ def test_a_skilled_reward_model_beats_a_coin_and_an_unskilled_one_does_not(start
 
 @pytest.mark.anyio
 async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
-    """Every step ends with the separator, and the chunk's score comes from the last step's
-    probability.
+    """Each step sent to vLLM ends with the separator, so vLLM returns a reward per step. The
+    chunk's score is the log of the last step's reward.
     """
     server = start()
     rewards = RemoteRewardModel(server.address)
@@ -115,8 +117,8 @@ async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
 
 @pytest.mark.anyio
 async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> None:
-    """Reward models of whole texts are called over /classify: a vLLM server without /pooling, and
-    SGLang with its tokenizer's template.
+    """A reward model of whole texts is requested at /classify, from a vLLM server without /pooling
+    or from SGLang. For SGLang the tokenizer's chat template is applied.
     """
     classifier = start(route="/classify")
     async with RemoteRewardModel(classifier.address) as rewards:

@@ -42,7 +42,9 @@ def is_right(step: str) -> bool | None:
 
 
 class Grader(EngineAround):
-    """A target that judges the last step correctly, except for a share of the questions."""
+    """A target that answers whether the last step is correct. A share `errors` of its answers is
+    wrong.
+    """
 
     def __init__(self, errors: float) -> None:
         super().__init__(ScriptedEngine("target"), "own")
@@ -130,14 +132,16 @@ def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Sol
 
 @pytest.mark.parametrize("kind", ["rating", "verdict"])
 def test_a_target_that_answers_at_random_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
-    """The AUROC of a target that answers at random is that of a coin."""
+    """If half of the target's answers about steps are wrong, the AUROC is about 0.5, as with a
+    coin.
+    """
     assert 0.4 < auroc(kind, attempt, errors=0.5) < 0.6
 
 
 @pytest.mark.parametrize("kind", ["entropy", "entropy-worst"])
 def test_entropies_without_skill_find_nothing(kind: ScoreKind, attempt: Solve) -> None:
-    """The entropies of a draft that is uncertain at random are as good as a coin, and the target
-    scores nothing.
+    """If the draft is uncertain at random steps, the AUROC of its entropies is about 0.5. The
+    target scores nothing.
     """
     assert 0.4 < auroc(kind, attempt, draft=Wavering(0.5)) < 0.6
 
@@ -179,8 +183,8 @@ def test_a_target_without_log_probabilities_is_asked_in_text(
 
 @pytest.mark.parametrize("kind", ["rating", "verdict", "continuation"])
 def test_scores_without_log_probabilities_beat_a_coin_at_equal_rate(kind: ScoreKind) -> None:
-    """Over whole runs, scores without log-probabilities meet the rate, and single rollouts are
-    correct more often than with a coin.
+    """In whole runs, scores without log-probabilities meet the nominal rate. More single rollouts
+    are correct than with a coin at the same rate.
     """
 
     def run(method: str, score: ScoreKind) -> RunResult:
@@ -209,7 +213,7 @@ def _shares(result: RunResult) -> list[float]:
 
 
 class Silent(EngineAround):
-    """A hosted target that answers no question."""
+    """A hosted target that answers no question about a chunk, but writes "Hmm" instead."""
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
         """Return other words if the request is a question."""
@@ -268,7 +272,7 @@ def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
 
 
 def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
-    """Make an engine's spec, with scores and log-probabilities or without."""
+    """Make the spec of an engine that may be able to score texts and to return log-probabilities."""
     able: set[Capability] = {"sample", "score"} if scores else {"sample"}
     return EngineSpec(
         "any",
@@ -324,7 +328,9 @@ def _at(logits: Sequence[float], temperature: float) -> list[float]:
 def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
     temperature: float, is_exact: bool
 ) -> None:
-    """In simulation, a chunk of three tokens is accepted with a probability of one over its score."""
+    """At temperature 1, a chunk with score s passes speculative sampling with probability 1/s in
+    simulations. At another temperature it does not.
+    """
     draft = [0.0, -0.4, -1.5, -0.2]
     target = [-1.0, 0.3, -0.8, 0.1]
     chunk = (0, 3, 0)

@@ -28,8 +28,8 @@ def lines(outcomes: list[Outcome]) -> list[Rollout]:
 
 
 def thoughts(rollout: Rollout) -> int | None:
-    """Return how many tokens the models wrote before the think block was closed for them, or None
-    if it was not.
+    """Return the number of tokens that the models wrote before atts closed the think block, or None
+    if atts did not close it.
     """
     written = 0
     for turn in rollout.turns:
@@ -66,7 +66,9 @@ def test_no_rollout_thinks_longer_than_its_budget(
 
 
 def test_drafting_ahead_changes_no_text_at_the_budget(attempt: Solve) -> None:
-    """A chunk that was drafted ahead never follows the end of the thinking."""
+    """If a chunk is drafted ahead but the thinking budget ends before it, the chunk is discarded.
+    The texts equal those without drafting ahead.
+    """
     gate = CoinGate(0.4, seed=3)
     plain = lines(attempt(POLICY, gate))
     ahead = lines(attempt(replace(POLICY, optimistic=True), gate))
@@ -86,8 +88,8 @@ def test_an_open_think_block_is_closed(attempt: Solve) -> None:
 
 
 class Closing(ScriptedEngine):
-    """A model that closes its think block after the first chunk; the closing mark is split over two
-    chunks.
+    """A model that closes its think block early. The mark `</think>` is split between its first and
+    second chunk.
     """
 
     async def _sample(self, request: SampleRequest) -> Completion:

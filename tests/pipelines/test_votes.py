@@ -45,10 +45,9 @@ BALLOTS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
 def test_the_count_does_not_depend_on_spelling_or_on_order(
     numbers: list[int], rng: random.Random
 ) -> None:
-    """Spelling and order of the answers change no class's weight, only the spelling that represents
-    the class.
+    """The weight of each class depends neither on the spelling nor on the order of the answers.
 
-    A tie goes to the class seen first.
+    The spelling that represents a class may change. If two classes tie, the class seen first wins.
     """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     shuffled = numbers[:]
@@ -83,7 +82,9 @@ def test_a_lead_that_could_be_caught_is_not_settled() -> None:
 
 
 def test_a_vote_settles_with_the_first_rollout_after_which_no_other_answer_can_win() -> None:
-    """Three equal answers settle a vote of four or five rollouts, and two settle a vote of three."""
+    """A vote is settled once the remaining rollouts cannot change its winner. Of four or five
+    rollouts this takes three with the same answer, of three it takes two.
+    """
     for samples, needed in ((5, 3), (4, 3), (3, 2)):
         rollouts = [
             Rollout("p", sample, Prompt((1,), (1,)), finish="answer", answer="7")
@@ -102,8 +103,8 @@ def test_a_vote_settles_with_the_first_rollout_after_which_no_other_answer_can_w
     ("counts", "remaining"), [((4,), 4), ((3, 1), 4), ((2, 1, 1), 4), ((5, 2), 6)]
 )
 def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remaining: int) -> None:
-    """In simulations of the stated model the leader wins at least as often as claimed, and not much
-    more often.
+    """Under the documented model of answers, the leader of a vote wins at least as often as the
+    computed probability, and at most 0.2 more often.
     """
     names = tuple(str(i) for i in range(len(counts)))
     claim = settled_probability(Tally(names, tuple(map(float, counts)), counts), remaining)
@@ -122,8 +123,8 @@ def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remai
 
 
 def test_weights_are_bounded_and_survive_bad_scores() -> None:
-    """Missing or infinite log-probabilities neither invalidate a vote nor make it count more than
-    an unweighted vote.
+    """If log-probabilities are missing or infinite, the vote still counts, with a weight between 0
+    and 1.
     """
     assert weight("majority", []) == 1.0
     assert weight("confidence", [math.log(0.25), math.log(0.25)]) == pytest.approx(0.25)
@@ -192,7 +193,9 @@ def test_weighted_votes_match_a_sum_by_hand(ballots: list[tuple[int, float]]) ->
 
 
 def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
-    """The remaining votes could make a tie, and the answer that was seen first wins a tie."""
+    """A vote is not settled if the remaining votes could make a tie, because a tie is won by the
+    class seen first.
+    """
     ahead = tally([Ballot("1"), Ballot("1"), Ballot("2")], modulo)
     assert not cannot_change(ahead, 1)
     assert cannot_change(tally([Ballot("1"), Ballot("1")], modulo), 1)
@@ -200,11 +203,13 @@ def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
 
 
 def test_a_tie_is_never_settled() -> None:
-    """A rival class that has, or may reach, as many votes could still win."""
+    """The computed probability that the leader wins excludes ties: if two classes tie and no vote
+    remains, it is 0.
+    """
     level = Tally(("1", "2"), (2.0, 2.0), (2, 2))
     assert settled_probability(level, 0) == 0.0
     assert settled_probability(level, 3) < 0.5
     ahead = Tally(("1", "2"), (3.0, 2.0), (3, 2))
     assert settled_probability(ahead, 0) == 1.0
-    # with one vote left, the rival draws level with probability (2 + 1) / (5 + 3)
+    # the last vote makes a tie with probability (2 + 1) / (5 + 3)
     assert settled_probability(ahead, 1) == pytest.approx(1 - 3 / 8)

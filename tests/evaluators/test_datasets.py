@@ -417,7 +417,9 @@ def test_a_slice_in_a_name_is_pythons_slice(
 
 
 def test_a_selection_changes_notes_and_digest(tmp_path: Path) -> None:
-    """A selection changes notes and digest of the dataset; the revision remains that of the file."""
+    """A selection is described in the dataset's notes and changes its digest. The revision stays
+    that of the whole file.
+    """
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     whole = load_dataset(path)
     part = load_dataset(f"{path}[1:]", Selection(levels=(1,)))

@@ -1,5 +1,5 @@
-"""Property tests of grading on random expressions of known value: the notation never matters, and
-the value always does.
+"""Property tests of grading on random expressions: the verdict depends on the value of an
+expression and not on its notation.
 """
 
 from __future__ import annotations

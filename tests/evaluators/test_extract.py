@@ -87,8 +87,8 @@ def test_an_explicit_mark_counts_without_a_box(text: str, answer: str) -> None:
 
 
 def test_fallbacks_need_a_setting() -> None:
-    """A stated value counts by default, a last number only on request, and with "none" neither
-    counts.
+    """Without a box, a value stated in a sentence is the answer by default. The last number in the
+    text is the answer only with the setting "number". With "none" there is no answer.
     """
     text = "We tried 3 and 4 of 17 ways without success"
     assert extract(text) is None

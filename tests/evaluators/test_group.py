@@ -113,8 +113,8 @@ def test_six_thousand_answers_are_grouped_at_once() -> None:
 
 
 def test_keys_separate_most_distinct_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys distinguish radicals, fractions, decimals and tuples with many equal digits without
-    pairwise comparison.
+    """Different radicals, fractions, decimals and tuples have different comparison keys even if
+    most digits are the same, so few pairs must be compared.
     """
     compared: list[str] = []
 

@@ -66,8 +66,8 @@ def test_one_problem_has_no_interval_over_problems() -> None:
 
 
 def test_undefined_rates_are_reported_as_undefined() -> None:
-    """Without problems, with a problem without a value, or with no samples, a rate is reported as
-    undefined.
+    """A rate is reported as undefined if there are no problems or no samples, or if a problem has
+    no value.
     """
     for found in (
         mean_estimate([], 0),

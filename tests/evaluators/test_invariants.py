@@ -169,8 +169,8 @@ def test_many_inequalities_are_not_called_different() -> None:
 
 
 def test_a_reference_may_have_a_percent_sign() -> None:
-    """An answer may omit the reference's percent sign but not add one; in a computation the sign
-    does not matter.
+    """If the reference is 28 %, the answer may be 28, unless units are required. If the reference
+    is 28, the answer 28 % is wrong.
     """
     records = [
         {"gold": r"28\%", "answer": "28"},

@@ -130,8 +130,8 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
 
 
 def test_a_multiple_choice_prompt_requests_the_letter() -> None:
-    """A multiple-choice prompt requests the letter before the pair's own instruction; prompts of
-    other kinds have no such request.
+    """The prompt of a multiple-choice problem asks for the letter, before the instruction of the
+    policy. Prompts of other problems do not.
     """
     choice = Problem("1", "Which?\n\n(A) x\n(B) y", "B", "choice", choices=("x", "y"))
     asked = prompt_of(choice, Policy(system="", instruction="Think."))
@@ -142,7 +142,9 @@ def test_a_multiple_choice_prompt_requests_the_letter() -> None:
 
 
 def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
-    """A pair has its own prompt for a benchmark if its authors publish one."""
+    """The instruction depends on the pair of models and the benchmark. For this pair, GPQA has the
+    instruction that the authors of the models publish.
+    """
     usual, special = (
         configure({"pair": "qwen3-0.6b/qwen3-8b", "dataset": name}, environment={})
         .settings["instruction"]

@@ -38,7 +38,9 @@ def test_the_split_is_unbiased_with_two_samples() -> None:
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 16), (100, 4)])
 def test_a_detectable_difference_has_80_percent_power(problems: int, samples: int) -> None:
-    """A t test finds the difference that the plan calls detectable in 80 % of simulated runs."""
+    """If the true difference is the one that the plan calls detectable, a t test finds it in about
+    80 % of simulated comparisons.
+    """
     draw = np.random.default_rng(1)
     split = VarianceSplit(0.05, 0.18, problems)
     gain = paired_power(split, problems, samples).detectable / 100
@@ -92,8 +94,8 @@ def test_single_samples_give_no_split_of_variance() -> None:
 
 
 def test_no_detectable_difference_exceeds_100_points() -> None:
-    """Three problems of two samples would need a difference of 126 points, so no difference is
-    detectable.
+    """With three problems of two samples, a difference would have to be 126 points to be detected.
+    This is impossible, so the text says that no difference is detectable.
     """
     words = str(paired_power(VarianceSplit(0.0, 0.17, 3), 3, 2))
     assert words.startswith("3 problems x 2 samples show no difference, however large")

@@ -22,7 +22,7 @@ LIMITS = Limits()
 
 
 def tree(text: str) -> Node:
-    """Return the first reading of a text."""
+    """Return the first syntax tree that the parser gives for a text."""
     return read(text, LIMITS).trees[0]
 
 

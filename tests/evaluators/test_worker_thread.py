@@ -66,7 +66,9 @@ def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str
 
 
 def test_equal_texts_are_not_grouped_before_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts mostly agree, so only texts that differ are compared in a vote."""
+    """If all answers are the same string, they are not grouped before the vote, which saves time
+    because rollouts mostly agree.
+    """
     grouped = list[Any]()
 
     def takes_none(answers: Any, kind: str) -> bool:

@@ -391,8 +391,8 @@ def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
 def test_priority_overtakes_but_does_not_starve(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """A late urgent request overtakes the queue, but a request of low priority is still served
-    while urgent requests keep arriving.
+    """An urgent request is served before others that wait, even if it arrives later. A request of
+    low priority is nevertheless served while urgent requests keep arriving.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
 
@@ -546,8 +546,8 @@ def test_draws_for_a_known_text_are_computed_again(
 def test_scores_do_not_depend_on_what_was_scored_before(
     room: int, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks with common beginnings have the same scores in any order, with a large cache and with
-    evictions.
+    """Chunks that share their first tokens get the same scores in whatever order they are scored,
+    with and without evictions.
     """
     folder = make_model("llama", eos_token_id=None)
     numbers = np.random.default_rng(1)

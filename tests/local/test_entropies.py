@@ -56,8 +56,8 @@ async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str
 
 @pytest.mark.anyio
 async def test_the_toy_model_gives_its_entropies_too() -> None:
-    """The scripted engine's entropies equal those of its known distributions, which give every word
-    a positive probability.
+    """The scripted engine's entropies equal the entropies of the distributions from which it
+    samples.
     """
     async with ScriptedEngine("draft") as engine:
         ids = engine.tokenizer.encode("Start at 4. 4 plus 3 is 7.")
@@ -79,8 +79,8 @@ async def test_an_engine_that_cannot_give_them_says_so() -> None:
 
 
 def test_the_likeliest_tokens_bound_an_entropy_from_below() -> None:
-    """The entropy of the most likely tokens is a lower bound that rises with the number of tokens;
-    with all tokens it is exact.
+    """If only the most likely tokens are known, atts computes a lower bound of the entropy. The
+    bound rises with the number of known tokens, and is exact if all are known.
     """
     masses = [2.0**-n for n in range(1, 11)]
     masses.append(masses[-1])

@@ -62,9 +62,9 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make) -> None:
-    """Reading the early exit changes no bit of a step.
+    """Reading the states at the early exit does not change a step's result.
 
-    The states passed to listeners equal those of a model that ends at the exit, before its last
+    These states equal those of a model that consists of the layers up to the exit, before its last
     norm.
     """
     folder = make_model("llama", **DEEP)

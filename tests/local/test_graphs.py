@@ -38,7 +38,7 @@ LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Do the work once, as a warm-up does, and return it in place of a graph."""
+    """Stand in for capturing a graph: do the work once, and return it as the graph to replay."""
     work()
     return work
 
@@ -446,9 +446,10 @@ def graphs_of(captures: list[int]) -> StepGraphs:
 
 
 def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
-    """Nearly all steps of a speculative load are replayed, because the load has few step layouts.
+    """With speculation, over 90 % of the steps replay a captured graph, because few layouts of
+    steps occur.
 
-    The layouts of a later load replace those of an earlier load.
+    If the load changes, graphs of its layouts replace the earlier graphs.
     """
     captures = list[int]()
     graphs = graphs_of(captures)

@@ -49,10 +49,9 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
 def test_several_steps_per_call_change_no_token(
     count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several steps per kernel call give the same ids, ends and log-probabilities as single steps,
-    to the bit.
+    """Several steps in one kernel call give bit-identical replies to single steps.
 
-    Nearly all steps are part of such a call.
+    Nearly all steps are computed in such calls.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

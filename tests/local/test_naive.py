@@ -167,11 +167,11 @@ def test_long_chunks_equal_the_naive_loop(
     naive: Any,
     drive: Any,
 ) -> None:
-    """Scores of chunks that span several blocks agree within 1e-4, or within twice the rounding
-    error of float32.
+    """Scores of chunks that span several blocks agree with float64 within 1e-4, or within twice the
+    rounding error of float32.
 
-    Random weights enlarge rounding: for some, a plain float32 forward pass differs from float64 by
-    more than 1e-4.
+    The second limit is needed because for some random weights, even a plain float32 forward pass
+    differs from float64 by more than 1e-4.
     """
     changes = {
         "num_attention_heads": heads,

@@ -352,8 +352,8 @@ def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: the drafter does not adopt the keys and values of the branch that was
-    correct.
+    """Plant a fault: if a branch guessed correctly, its keys and values are not moved into the
+    drafter's cache.
     """
 
     def found(self: Any, job: Any, line: Any, branch: Any) -> int:
@@ -366,8 +366,8 @@ def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: if no branch guessed the outcome, the drafter returns the branch of another
-    outcome.
+    """Plant a fault: if no branch guessed the result of the target's step, another branch is used
+    as if it had.
     """
 
     def found(self: Any, accepted: int, token: int) -> Any:
@@ -409,7 +409,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
     """Return whether a small version of one of the checks above passes.
 
-    The check of branches tests that a wrong guess counts as wrong.
+    The check "branches" passes if some guesses were counted as wrong.
     """
     drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")

@@ -222,8 +222,8 @@ def test_dtype_auto_follows_the_checkpoint_on_a_gpu_only(
 def test_weights_are_ready_before_the_cache_is_made(
     family: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights prepared for a GPU are bit-identical to those of the torch model and are not
-    copied.
+    """Weights that were prepared for a GPU while loading are used without a copy, and are
+    bit-identical to those that the torch model prepares itself.
     """
     folder = make_model(family)
     config = prepared(folder, "m", None, device="cpu")
@@ -304,8 +304,8 @@ class Shape:
 
 
 def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
-    """Return the information that an engine of a known pair has before it loads anything, without
-    files.
+    """Return the configuration of an engine of a known pair before it loads anything. The model's
+    files are not needed.
     """
     size = pair.size(role)
     shape = Shape(int(size.weights * 1e9) // 2, size.cache_bytes // 2, size.context)

@@ -98,9 +98,10 @@ def test_changing_schemes_changes_no_token(
 def test_only_an_open_choice_of_scheme_is_learned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafting schemes are tried only if the choice is open.
+    """atts compares drafting schemes only if it may choose both the scheme and the number of
+    proposed tokens, on several cores.
 
-    With a fixed number of tokens, a named scheme or a single core, drafts come before the step.
+    Otherwise the draft is always made before the target's step.
     """
     made = list[AdaptiveDrafting]()
 
@@ -142,8 +143,8 @@ def test_a_drafter_that_does_not_end_is_abandoned(
 def test_a_late_job_makes_no_other_scheme_late(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop waits for the first job of each drafting scheme, even if the previous scheme left a
-    late job behind.
+    """When the drafting scheme changes, the loop waits until the new scheme's first job is done,
+    even if a job of the previous scheme was late.
     """
     waits = list[float]()
 
@@ -163,9 +164,7 @@ def test_a_late_job_makes_no_other_scheme_late(
 
 
 def test_trial_lengths_count_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that try other proposal lengths do not count in the choice of a drafting scheme and
-    start no trial of one.
-    """
+    """A step that tries another proposal length is not used to compare drafting schemes."""
     seen = list[int]()
     trials = iter((True, False, True))
 

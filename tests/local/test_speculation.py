@@ -159,10 +159,10 @@ def storm(
 
 @pytest.mark.parametrize("room", [4096, 220])
 def test_a_drafter_equal_to_the_target_is_always_accepted(room: int, make_model: Make) -> None:
-    """A drafter equal to the target is always accepted, although there are rollbacks, shared
-    prompts and pre-emptions.
+    """If drafter and target are the same model, all proposals are accepted, despite rollbacks,
+    shared prompts and pre-emptions.
 
-    A single stale key in its cache would cause a rejection.
+    A single outdated key in the drafter's cache would cause a rejection.
     """
     assert is_always_right(make_model("llama"), room)
 
@@ -299,8 +299,8 @@ def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) ->
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Run texts that end at a stop string, stop id, limit or end token, without proposals and with
-    proposals beyond the end.
+    """Run requests that end at a stop string, a stop id, a token limit or the end token: once
+    without proposals, and once with proposals that continue after the end.
     """
     pieces = config_of(folder).pieces
     whole = requests(8, 30, (Sampling(0.9), Sampling(0.0)))
@@ -372,8 +372,8 @@ def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
 
 
 def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
-    """A proposal cut to nothing counts as rejected at its first token, because making it took
-    time.
+    """If no token of a proposal exists in the vocabulary, the proposal counts as rejected, because
+    making it took time.
     """
 
     class Unknown(Proposer):
@@ -400,9 +400,10 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether the engine correctly continues requests whose text has already begun.
+    """Return whether the engine correctly continues texts whose first tokens are given in the
+    request.
 
-    The cases include a stop string that crosses the end of the given beginning.
+    In some cases a stop string begins in the given tokens and ends in the new ones.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))

@@ -148,7 +148,8 @@ def test_stages_give_the_replies_of_one_process(
 def test_several_steps_in_flight_change_no_bit(
     steps: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """With several steps in flight, replies are bit-identical while no cached prompt is evicted.
+    """If several steps are computed at the same time, replies are bit-identical as long as no
+    cached prompt is evicted.
 
     If memory is scarce, all requests still get a reply.
     """
@@ -209,9 +210,9 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """If another stage has the killed stage's layers, no caller notices the kill.
+    """If a stage is killed and a replica has its layers, callers notice nothing.
 
-    Otherwise callers get an error, and the engine works again after it is reopened.
+    Without a replica, callers get an error, and the engine works again after it is opened again.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)

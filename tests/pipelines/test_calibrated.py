@@ -38,8 +38,8 @@ def right(outcome: Outcome) -> bool:
 
 
 def test_a_warm_up_escalates_nothing_and_counts_its_cost(attempt: Solve) -> None:
-    """The run only stores its first scores; later scores may escalate chunks, and the report has
-    the tokens of the warm-up.
+    """During the warm-up the gate stores scores and escalates nothing. Later it may escalate
+    chunks. It counts the tokens that were scored for the warm-up.
     """
     gate = warming_gate(30, 0.5, "marginal")
     outcomes = attempt(POLICY, gate)
@@ -74,7 +74,7 @@ def test_after_the_warm_up_the_gate_ranks_among_its_scores() -> None:
 
 
 def test_a_warm_up_may_escalate_everything() -> None:
-    """With meanwhile="escalate", no chunk of the warm-up is kept without a decision."""
+    """With meanwhile="escalate", every chunk of the warm-up escalates."""
     gate = warming_gate(2, 0.1, meanwhile="escalate")
     assert gate.decide(Features("q"), 1.0).escalate
     with pytest.raises(CalibrationInputError):
@@ -86,8 +86,8 @@ def test_a_warm_up_may_escalate_everything() -> None:
 
 
 def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
-    """The calibrator does not count decisions of the warm-up; it observes only its own
-    decisions.
+    """The calibrator counts only decisions after the warm-up, so those of the warm-up do not affect
+    the realised rate.
     """
     gate = warming_gate(2, 0.5, "marginal")
     for score in (1.0, 1.5):
@@ -144,8 +144,8 @@ def test_a_certified_gate_learns_nothing() -> None:
 
 
 def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
-    """A policy that is always wrong is not certified, and runs of other problems cannot be
-    compared.
+    """A policy whose answers are all wrong is not certified. A run on other problems than those of
+    the target alone is refused.
     """
     target = [_solved(str(number)) for number in range(50)]
     wrong = [replace(outcome, answer="no") for outcome in target]

@@ -131,8 +131,8 @@ def test_a_gate_that_needs_no_score_decides_too(
 
 
 def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
-    """A gate of rounds ranks a rollout among its siblings, but the cascade judges whole problems,
-    which have no siblings.
+    """The cascade refuses a gate of rounds, because such a gate compares chunks of sibling
+    rollouts, but the cascade judges whole problems.
     """
     with pytest.raises(UsageError, match="whole problem"):
         attempt(CASCADE, TopGate.of(0.5), problems=1)
@@ -319,8 +319,8 @@ def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str)
 
 @pytest.mark.parametrize("order", ["easy first", "hard first"])
 def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None:
-    """If the number of remaining problems is unknown, a run of 40 problems sorted by agreement ends
-    at rate 0.6 or 0.1 instead of 0.3.
+    """The nominal rate is 0.3, and 40 problems are sorted by agreement. If the gate does not know
+    how many problems remain, the realised rate is about 0.6 or 0.1.
     """
     number = 40
     shares: list[float] = []
@@ -360,8 +360,8 @@ def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path:
 
 
 def test_a_replay_counts_the_votes_that_the_run_counted(tmp_path: Path) -> None:
-    """A replay that changes nothing has the run's answers, some of which differ from the answers
-    that a vote of all rollouts would give.
+    """A replay without changes has the run's answers. Only the target's rollouts vote on escalated
+    problems, so some answers differ from those of a vote of all rollouts.
     """
     policy = Policy(samples=8, first_wave=6, escalated_vote="target")
     weak = ScriptedEngine("draft", model=ToyModel(Skill(right=0.45, typical=0.9), ToyTokenizer()))

@@ -40,8 +40,8 @@ KEEP = ThresholdGate(math.inf)
 
 
 class Heedful(ScriptedEngine):
-    """A target that counts its scoring requests and leaves the scores out of its first `lost`
-    replies.
+    """A target that counts its scoring requests. Its first `lost` replies contain no
+    log-probabilities.
     """
 
     def __init__(self, lost: int = 0, *, draws: bool = False, latency: float = 0.0) -> None:
@@ -131,7 +131,9 @@ def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) 
 
 
 def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers) -> None:
-    """The number of scored tokens of shortened rollouts counts only scores that were requested."""
+    """If a replay shortens rollouts, their scored tokens are those of requested scores; a reused
+    score adds none.
+    """
     outcomes = attempt(GREEDY, KEEP, target=Heedful())
     again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
     first = [line.turns[0] for line in lines(outcomes)]
@@ -158,8 +160,8 @@ def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeove
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_waiting_for_a_siblings_score_is_recorded(attempt: Solve, latency: float) -> None:
-    """Five of six rollouts with equal texts wait for the score that the first one requested, in
-    every turn.
+    """If six rollouts write the same text, the first one requests the score in each turn. The other
+    five wait for it, and the run records this waiting time.
     """
     events: list[Any] = []
     [outcome] = attempt(GREEDY, KEEP, target=Heedful(latency=latency), problems=1, events=events)

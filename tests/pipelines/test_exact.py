@@ -260,8 +260,8 @@ def timed(
 def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If drafts cost more than they save, method exact stops waiting for drafts, and its text is
-    that of the target alone.
+    """If the target accepts few drafted tokens, method exact stops using drafts. The texts are
+    those of the target alone.
     """
 
     def engines() -> tuple[ScriptedEngine, ScriptedEngine]:

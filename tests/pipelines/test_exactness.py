@@ -205,7 +205,9 @@ class Beheaded(TableEngine):
 
 
 class Reusing(TableEngine):
-    """A planted bug: half of the replacements are copies of the rejected chunk."""
+    """A planted bug: for half of the requests, the target's replacement is a chunk that the draft
+    would write with the same random numbers.
+    """
 
     async def sample(self, request: SampleRequest) -> Completion:
         if request.seed.key() % 2:
@@ -251,7 +253,9 @@ ESCALATE = FixedGate("escalate")
 
 
 def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
-    """Count the texts that rollouts wrote, up to a fixed length, with "." for an earlier end."""
+    """Count the texts of many rollouts. Each text is cut to a fixed length, and "." marks a text
+    that ended earlier.
+    """
     context = Context(
         draft,
         target,
@@ -277,8 +281,8 @@ def _text(rollout: Rollout) -> str:
 
 
 def cells(probability: Callable[[str], float]) -> dict[str, float]:
-    """Return the exact probability of each text of the full length, and of each text that ended
-    earlier.
+    """Return the exact probability of each possible text: those of the full length, and those that
+    end earlier.
     """
     whole = ["".join(letters) for letters in itertools.product("abn", repeat=LENGTH)]
     short = [

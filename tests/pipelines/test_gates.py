@@ -116,8 +116,8 @@ def test_the_round_gate_takes_the_worst_and_carries_its_remainder(
 
 
 def test_the_coin_depends_on_the_chunk_and_meets_the_rate() -> None:
-    """The coin's decision depends only on the chunk, and many chunks escalate at the nominal
-    rate.
+    """The coin gate always decides the same for the same chunk. Of 1,600 chunks, the share that
+    escalates is near the nominal rate.
     """
     gate = CoinGate(0.3, seed=2)
     coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
@@ -128,8 +128,8 @@ def test_the_coin_depends_on_the_chunk_and_meets_the_rate() -> None:
 
 
 def test_missing_log_probabilities_give_nan() -> None:
-    """Under each score rule, both of the draft's numbers are NaN, so that missing values do not
-    look like certainty.
+    """If the draft gives no log-probabilities, the chunk's mean and the gate's evidence are NaN
+    under each score rule. Another value could look like certainty.
     """
     bare = Chunk("draft", "x", (1,), (1,), "end")
     for kind in SCORE_KINDS:
@@ -180,13 +180,15 @@ def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them(
 
 
 def test_a_cue_escalates() -> None:
-    """A chunk that contains a word of hesitation, such as "wait" in upper or lower case, escalates."""
+    """A chunk that contains a word of hesitation escalates, such as "wait" in upper or lower case."""
     assert CueGate().preview(Features("q", text="So x = 3. WAIT, no")).escalate
     assert not CueGate().preview(Features("q", text="So x = 3.")).escalate
 
 
 def test_a_cap_is_never_exceeded() -> None:
-    """Once the cap is used up, the gate accepts all other chunks, and the decision says why."""
+    """Once the permitted number of escalations is used up, the gate accepts all later chunks with
+    the decision's origin "budget".
+    """
     slots = iter([True, True])
     gate = CappedGate(FixedGate("escalate"), lambda features: next(slots, False))
     decisions = [gate.preview(Features("q", turn)) for turn in range(5)]

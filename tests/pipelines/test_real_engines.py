@@ -60,8 +60,8 @@ def alone() -> dict[Role, Texts]:
 def test_scored_and_kept_chunks_are_the_drafts_own(
     alone: dict[Role, Texts], optimistic: bool
 ) -> None:
-    """At rate 0 with every chunk scored, tokens equal the draft's own, with and without drafting
-    ahead.
+    """If every chunk is scored and none escalates, the texts are those that the draft alone writes,
+    with and without drafting ahead.
     """
     texts, outcomes = run("atts", ALL_KEPT, optimistic=optimistic)
     assert texts == alone["draft"]

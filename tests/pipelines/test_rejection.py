@@ -160,8 +160,8 @@ def test_repair_respects_the_remaining_tokens(attempt: Solve, max_tokens: int, s
 
 @given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))
 def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
-    """The first rejected token is the first whose log-probability fell by a nat, or else the token
-    with the largest drop.
+    """The first rejected token is the first whose log-probability is lower under the target than
+    under the draft by at least 1. If there is none, it is the token with the largest difference.
     """
     theirs = [a for a, _ in pairs]
     own = [b for _, b in pairs]
@@ -387,8 +387,8 @@ def test_rollouts_wait_for_siblings_only_for_equal_chunks(attempt: Solve) -> Non
 
 
 def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
-    """In top-B mode each round escalates exactly its share, and rollouts lose time waiting for
-    their siblings.
+    """With method top-b, rollouts wait until all siblings have written their chunk. The number of
+    escalated chunks per problem is a fixed share, up to rounding.
     """
     events: list[object] = []
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=0.5))

@@ -58,8 +58,8 @@ def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
 
 
 def test_tokens_of_cancelled_calls_are_counted(attempt: Solve, answers: Answers) -> None:
-    """A settled vote ends rollouts between two calls; the tokens written before count in the record
-    and in the replay.
+    """If a settled vote ends a rollout during a call, the tokens already written are counted in the
+    run and in its replay.
     """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     loose = Usage(draft_tokens=7, target_tokens=5, scored_tokens=3, wasted_tokens=12)
@@ -273,8 +273,8 @@ def test_a_gate_that_reads_gets_the_texts(way: str, tmp_path: Path) -> None:
 
 
 def test_a_method_that_would_have_written_other_chunks_is_not_replayed(tmp_path: Path) -> None:
-    """The gate alone does not show what the target would have written under another method, so the
-    replay is refused.
+    """A replay under a method with which other chunks would have been written is refused, because
+    the record does not contain these chunks.
     """
     setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=2))
     run = evaluate_sync(toy_problems(1), setup, directory=tmp_path / "run")
@@ -307,9 +307,9 @@ def test_a_run_without_scores_cannot_be_replayed_at_another_rate(tmp_path: Path)
 
 
 def test_a_replay_keeps_the_rule_that_accepts_what_siblings_agree_on(tmp_path: Path) -> None:
-    """A replay keeps the rule that accepts chunks on which siblings agree.
+    """If the run accepted chunks because sibling rollouts agreed, a replay does too.
 
-    At the recorded rate, the gate made again from the manifest repeats all decisions.
+    At the recorded rate it repeats all decisions of the run.
     """
     policy = Policy(samples=8, early_stop="none")
     setup = Setup(

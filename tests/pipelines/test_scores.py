@@ -69,7 +69,9 @@ class Grader(EngineAround):
 
 
 class Wavering(EngineAround):
-    """A draft whose distributions are wide at wrong steps, except for a share of them."""
+    """A draft with high entropies at wrong steps and low entropies at correct ones. For a share
+    `errors` of the steps this is exchanged.
+    """
 
     def __init__(self, errors: float) -> None:
         super().__init__(ScriptedEngine("draft"), "own")
@@ -272,7 +274,7 @@ def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
 
 
 def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
-    """Make the spec of an engine that may be able to score texts and to return log-probabilities."""
+    """Make the spec of an engine that may be able to score texts and return log-probabilities."""
     able: set[Capability] = {"sample", "score"} if scores else {"sample"}
     return EngineSpec(
         "any",
@@ -305,7 +307,9 @@ def test_engines_are_checked_for_what_a_score_needs() -> None:
 
 
 def test_votes_score_problems_and_nothing_else() -> None:
-    """The score of votes and the cascade need each other, so either alone is refused by name."""
+    """A policy that escalates whole problems needs the score "disagreement", and this score needs
+    such a policy. One without the other is refused.
+    """
     with pytest.raises(OptionError, match=r"score.*disagreement"):
         Policy(score=ScoreRule("disagreement"))
     with pytest.raises(OptionError, match=r"score.*disagreement"):

@@ -103,8 +103,8 @@ def test_a_vote_settles_with_the_first_rollout_after_which_no_other_answer_can_w
     ("counts", "remaining"), [((4,), 4), ((3, 1), 4), ((2, 1, 1), 4), ((5, 2), 6)]
 )
 def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remaining: int) -> None:
-    """Under the documented model of answers, the leader of a vote wins at least as often as the
-    computed probability, and at most 0.2 more often.
+    """Under the documented model of answers, the leader of a vote wins at least as often as
+    computed, and at most 0.2 more often.
     """
     names = tuple(str(i) for i in range(len(counts)))
     claim = settled_probability(Tally(names, tuple(map(float, counts)), counts), remaining)
@@ -136,8 +136,8 @@ POLICY = Policy(samples=12, early_stop="none")
 
 @pytest.mark.parametrize("stop", ["certain", "likely"])
 def test_settling_a_vote_saves_rollouts(attempt: Solve, stop: Literal["certain", "likely"]) -> None:
-    """With `certain`, the winner is always that of the full vote; `likely` saves more rollouts and
-    reports its probability.
+    """Both settings cancel rollouts once a vote is settled. With `certain` every winner is that of
+    the full vote, and with `likely` nearly every winner is.
     """
     full = attempt(POLICY, FixedGate("accept"), problems=15)
     early = attempt(replace(POLICY, early_stop=stop), FixedGate("accept"), problems=15)
@@ -149,7 +149,9 @@ def test_settling_a_vote_saves_rollouts(attempt: Solve, stop: Literal["certain",
 
 
 def test_a_first_wave_that_agrees_ends_the_problem(attempt: Solve) -> None:
-    """The remaining samples are requested only if the first ones disagree."""
+    """If the first three rollouts give the same answer, no more are requested. Otherwise all twelve
+    are.
+    """
     outcomes = attempt(replace(POLICY, first_wave=3), FixedGate("accept"), problems=15)
     sizes = {len(outcome.rollouts) for outcome in outcomes}
     assert sizes == {3, 12}

@@ -119,7 +119,7 @@ class Knowing(Proposer):
 
 
 class AnyLength:
-    """A chooser of proposal lengths. Each sequence gets a random length, possibly 0, at each step."""
+    """A chooser of random proposal lengths, one per sequence and step. A length may be 0."""
 
     def __init__(self, most: int, least: int = 0) -> None:
         """Draw proposal lengths from `least` to `most` tokens; a negative length counts as 0."""

@@ -143,8 +143,8 @@ def test_a_drafter_that_does_not_end_is_abandoned(
 def test_a_late_job_makes_no_other_scheme_late(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the drafting scheme changes, the loop waits until the new scheme's first job is done,
-    even if a job of the previous scheme was late.
+    """When the drafting scheme changes, the loop waits for the new scheme's first job, even if the
+    previous scheme's last job was late.
     """
     waits = list[float]()
 

@@ -299,8 +299,8 @@ def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) ->
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Run requests that end at a stop string, a stop id, a token limit or the end token: once
-    without proposals, and once with proposals that continue after the end.
+    """Run requests that end at a stop string, a stop id, a token limit or the end token. They run
+    once without proposals, and once with proposals that continue after the end.
     """
     pieces = config_of(folder).pieces
     whole = requests(8, 30, (Sampling(0.9), Sampling(0.0)))

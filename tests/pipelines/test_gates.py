@@ -180,7 +180,7 @@ def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them(
 
 
 def test_a_cue_escalates() -> None:
-    """A chunk that contains a word of hesitation escalates, such as "wait" in upper or lower case."""
+    """A chunk with a word of hesitation escalates, such as "wait" in upper or lower case."""
     assert CueGate().preview(Features("q", text="So x = 3. WAIT, no")).escalate
     assert not CueGate().preview(Features("q", text="So x = 3.")).escalate
 

@@ -127,8 +127,8 @@ PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1
 
 @pytest.mark.parametrize("inside", ["3", "3}", "frt{"])
 def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
-    """In 2 1/(2 1/(2 ...)) with 25 levels, the parser reads each level once; reading each level
-    twice would take 2^25 steps.
+    """The parser reads each level of a nested mixed number, as in 2 1/(2 1/(2 ...)), only once. If
+    it read each level twice, 25 levels would take 2^25 steps.
     """
     nested = r"2\frac{1}{" * 25 + inside + "}" * 25
     assert equivalent(nested, "5").status == "different"

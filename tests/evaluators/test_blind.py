@@ -249,8 +249,8 @@ def test_answers_of_blind_texts_are_found(number: int) -> None:
     ],
 )
 def test_kinds_of_mistakes_found_by_the_sets(gold: str, answer: str, equal: bool) -> None:
-    """For each kind of mistake that the blind sets revealed, further pairs are graded correctly;
-    none of these pairs is in the sets.
+    """The blind sets revealed several kinds of mistakes of the grader. Further pairs of each kind,
+    which are not in the sets, are graded correctly.
     """
     assert is_equal(gold, answer) is equal
 
@@ -284,8 +284,8 @@ def test_kinds_of_mistakes_found_by_the_sets(gold: str, answer: str, equal: bool
     ],
 )
 def test_positions_of_answers_found_by_the_sets(text: str, answer: str | None) -> None:
-    """Answers are found at the usual positions in texts of models; plans and unfinished thoughts
-    are not answers.
+    """Answers are found at the positions where models usually write them. Plans and unfinished
+    thoughts give no answer.
     """
     assert extract(text) == answer
 

@@ -94,8 +94,8 @@ def test_every_kind_of_file_gives_the_same_problems(
 
 
 def test_the_digest_depends_on_content_and_order_only(tmp_path: Path) -> None:
-    """Key order and unread columns do not change the digest of a file; a changed answer or another
-    order of problems does.
+    """A file's digest does not depend on the order of keys or on columns that atts does not read.
+    It changes if an answer or the order of problems changes.
     """
     plain = load_dataset(write_jsonl(tmp_path / "x.jsonl", ROWS))
     (tmp_path / "sub").mkdir()
@@ -263,7 +263,9 @@ def test_an_unknown_name_suggests_a_known_one() -> None:
 
 
 def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> None:
-    """The answer becomes the letter of the correct choice; the choices follow the question."""
+    """The correct choice may be given by position, letter or text, and becomes a letter. The
+    choices are added to the question.
+    """
     options = ["red", "green", "blue"]
     rows = [
         {"question": "Which?", "choices": options, "answer": given}

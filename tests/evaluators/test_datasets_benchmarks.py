@@ -111,8 +111,8 @@ def test_math100_is_refused_from_a_part_of_math500(tmp_path: Path, shared_data: 
 
 
 def hub_copy(cache: Path, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
-    """Write blobs, a snapshot of links to them and a branch that names the snapshot; return the
-    commit.
+    """Write a dataset into the cache as huggingface_hub does: contents by hash, a snapshot with
+    links to them, and a branch that names the snapshot. Return the commit.
     """
     root = cache / f"datasets--{repo.replace('/', '--')}"
     commit = hashlib.sha1(json.dumps(sorted(files)).encode() + b"".join(files.values())).hexdigest()
@@ -351,8 +351,8 @@ def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
 
 
 def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> None:
-    """A copy of a benchmark without an optional column loads with a note; a copy without text or
-    reference is refused.
+    """If a copy of a benchmark lacks an optional column, it loads with a note. If it lacks problem
+    texts or reference answers, it is refused.
     """
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
     found = cached("aime25", tmp_path)
@@ -433,8 +433,8 @@ def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
 
 
 def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> None:
-    """Split and configuration are read from file names; an ambiguous choice is an error that lists
-    the files.
+    """Split and configuration of a dataset are read from its file names. If several files match,
+    the error lists them.
     """
     files = {
         "easy/test-00000-of-00001.jsonl": lines([{"q": "easy", "answer": "1"}]),

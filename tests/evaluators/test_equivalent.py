@@ -138,8 +138,8 @@ def test_undecided_pairs_are_unscored() -> None:
 
 
 def test_the_kind_decides_how_answers_are_compared() -> None:
-    """The kind of answer decides the comparison: texts are compared as text and choices by their
-    letter; an unknown kind raises an error.
+    """The kind of an answer decides how it is compared: a text by its characters, and a choice by
+    its letter. An unknown kind is an error.
     """
     assert equivalent("an ellipse", "Ellipse.", "text").is_equal
     assert not equivalent("0.5", "1/2", "text").is_equal

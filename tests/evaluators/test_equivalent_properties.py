@@ -191,7 +191,9 @@ def test_sums_commute(terms: list[str], order: object) -> None:
 @CASES
 @given(st.lists(numbers(), min_size=2, max_size=5), st.integers(0, 10**6))
 def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: int) -> None:
-    """Sets with equal members are equal in any order; tuples are equal only in the same order."""
+    """Two sets with the same members are equal in any order. Two tuples are equal only if their
+    members have the same order.
+    """
     turned = items[turn % len(items) :] + items[: turn % len(items)]
     one, two = (";".join(item.text for item in side) for side in (items, turned))
     assert equivalent(rf"\{{{one}\}}", rf"\{{{two}\}}").is_equal
@@ -214,8 +216,8 @@ def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: s
 
 @pytest.mark.parametrize("index", range(12))
 def test_five_correct_digits_stand_for_an_endless_decimal(index: int) -> None:
-    """Five correct digits of an endless decimal equal the value; four digits or a wrong last digit
-    do not.
+    """A decimal with five correct digits equals a value whose decimal never ends. With four digits,
+    or with a wrong last digit, it does not.
     """
     text = "1.41421356237309504880"[: index + 2]
     verdict = equivalent(r"\sqrt{2}", text).is_equal

@@ -199,8 +199,8 @@ def test_expected_verdicts_are_compared() -> None:
 
 
 def test_a_worked_solution_serves_as_reference() -> None:
-    """The answer in the box of a worked solution is the reference; a short reference is used as it
-    is.
+    """If the reference is a worked solution, the answer in its box is compared. A short reference
+    is compared as it is.
     """
     assert reference(r"Adding gives $2x=6$, so $x=\boxed{3}$.") == "3"
     assert reference("The Answer Is Blue") == "The Answer Is Blue"
@@ -222,8 +222,8 @@ def test_undisputed_texts_are_graded_correctly(shared_data: Path) -> None:
 
 
 def test_any_of_several_references_is_correct() -> None:
-    """An answer is correct if it equals any reference of its record; an unreadable reference does
-    not affect the other references.
+    """If a record has several references, an answer is correct if it equals one of them, even if
+    another one cannot be read.
     """
     records: list[dict[str, object]] = [
         {"gold": ["1/2", "2"], "answer": "0.5"},

@@ -41,8 +41,8 @@ def partition(answers: Sequence[str | None]) -> set[frozenset[str | None]]:
 
 
 def test_answers_of_one_question_are_grouped() -> None:
-    """Spellings of one value get the same class number, counted from the first answer; a missing
-    answer gets no class number.
+    """Answers with the same value get the same class number. Classes are numbered in the order of
+    their first answers, and a missing answer gets -1.
     """
     assert group(["0.5", "x", r"\frac12", None, "1/2", " "]) == [0, 1, 0, -1, 0, -1]
 

@@ -113,8 +113,8 @@ def test_unknown_methods_and_units_are_errors(wrong: Callable[[], object]) -> No
 def benchmarks(
     kind: tuple[float, float], problems: int, samples: int, runs: int
 ) -> tuple[float, Counted]:
-    """Draw problems with Beta difficulties and binomial samples; return the true mean rate and the
-    counts of [run, problem].
+    """Draw each problem's accuracy from a Beta distribution, and its number of correct samples from
+    a binomial one. Return the true mean accuracy and these numbers, as [run, problem].
     """
     rng = np.random.default_rng(20_260_101)
     chances = rng.beta(*kind, (runs, problems))

@@ -185,8 +185,8 @@ def test_a_reference_may_have_a_percent_sign() -> None:
 
 @pytest.mark.parametrize("name", ["math500", "aime24", "amc23", "hmmt25_feb", "olympiadbench"])
 def test_exact_benchmarks_take_no_rounded_answers(name: str) -> None:
-    """The profile of an exact benchmark forbids rounding; without the profile a decimal of five
-    digits equals a third.
+    """For a benchmark with exact answers, 0.333333 does not equal 1/3. Under the default settings
+    it does.
     """
     benchmark = find_benchmark(name)
     assert benchmark is not None

@@ -98,7 +98,9 @@ def test_fewer_samples_than_k_is_undefined() -> None:
 
 
 def test_large_counts_neither_overflow_nor_lose_digits() -> None:
-    """The metrics equal exact integers for counts whose binomials exceed the range of floats."""
+    """For large counts, binomial coefficients exceed the range of floats. The metrics nevertheless
+    equal those computed with exact integers.
+    """
     n = 3000
     c = 700
     k = 40
@@ -249,8 +251,8 @@ def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
 
 
 def test_500_problems_of_64_samples_are_one_call() -> None:
-    """For 500 problems of 64 samples, one call returns all values of k of a usual report; a study
-    measures the time.
+    """One call computes the metrics of 500 problems with 64 samples for all usual values of k. A
+    study measures how long this takes.
     """
     rng = np.random.default_rng(0)
     chances = rng.beta(0.5, 0.5, 500)

@@ -1,4 +1,4 @@
-"""Tests that metrics equal those of other harnesses; each test is skipped if its harness is not
+"""Tests that metrics equal those of other evaluation tools, each skipped if its tool is not
 installed.
 """
 

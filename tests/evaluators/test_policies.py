@@ -65,8 +65,8 @@ def test_the_text_of_a_choice_counts_only_by_policy() -> None:
 
 
 def test_a_records_policy_wins() -> None:
-    """A record's policy wins over the policy given for all records; an impossible policy is an
-    error that names the record.
+    """A policy in a record has priority over the policy given for all records. If it is impossible,
+    the error names the record.
     """
     rows: list[dict[str, object]] = [
         {"gold": "2.5", "answer": "2.51"},
@@ -81,8 +81,8 @@ def test_a_records_policy_wins() -> None:
 
 
 def test_columns_set_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
-    """OlympiadBench's columns `error` and `unit` apply to their own row; other rows keep the
-    default.
+    """OlympiadBench has columns for the tolerance and the unit of an answer. A row's values apply
+    to this row only.
     """
     rows = [
         {"problem": "a", "answer": "29", "error": "1e-1", "unit": ""},
@@ -110,8 +110,8 @@ def test_columns_set_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
 
 
 def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
-    """Minerva's decimals may be off by one part in a hundred unless the run sets another policy;
-    digests of datasets record the policy.
+    """By default, answers to Minerva may differ from the reference by 1 %. The user can set another
+    policy, and the dataset's digest depends on the policy.
     """
     file = tmp_path / "minerva.jsonl"
     file.write_text(json.dumps({"question": "How heavy?", "answer": "1.75"}))

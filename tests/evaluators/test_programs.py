@@ -162,8 +162,8 @@ def test_functions_share_a_process_and_print_nothing() -> None:
 
 
 def test_the_last_python_block_is_the_program() -> None:
-    """The last complete Python block is the program; thoughts, blocks in other languages and cut
-    blocks do not count.
+    """The last complete Python block of a text is the program. Blocks inside thoughts, in other
+    languages, or cut off are ignored.
     """
     text = (
         "<think>```python\nprint(0)\n```</think>Use\n```\nprint(1)\n```\n"
@@ -192,8 +192,8 @@ DEEP = "def f():\n    deep = []\n    for _ in range({depth}): deep = [deep]\n   
 
 @pytest.mark.parametrize("depth", [600, 900, 3000])
 def test_a_deeply_nested_value_is_a_wrong_output(depth: int) -> None:
-    """A function whose value is nested too deeply for Python's JSON reader gets a verdict and may
-    be grouped with others.
+    """If a function returns a value that is nested too deeply for Python's JSON reader, its output
+    is wrong. Neither grading nor grouping raises an error.
     """
     expected = "[" * 500 + "]" * 500
     tests = ProgramTests((Case("", expected),), public=1, function="f")
@@ -270,8 +270,8 @@ class _Trap:
     ],
 )
 def test_unreadable_tests_name_the_row(tmp_path: Path, private: object, words: str) -> None:
-    """A pickle that contains anything but text, and any other unreadable form, is refused; the
-    error names the row.
+    """Private tests are refused if their pickle contains anything but text, or if they cannot be
+    read. The error names the row.
     """
     with pytest.raises(DatasetError, match=f"line 1 .*{words}"):
         load_dataset(livecodebench(tmp_path, private))

@@ -48,7 +48,9 @@ def test_words_are_read_by_their_meaning() -> None:
 
 
 def test_units_are_read_by_dimension_and_scale() -> None:
-    """The phrase of a unit gives its dimension and scale; words that are not a unit give nothing."""
+    """Two names of a unit, such as "km / h" and "kilometers per hour", give the same dimension and
+    scale. Other words give None.
+    """
     assert measure("km / h") == measure("kilometers per hour")
     assert measure("glorp and") is None
 

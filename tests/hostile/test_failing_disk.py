@@ -91,8 +91,8 @@ class Nth:
 
 
 class Failing(FileIO):
-    """An append-only file with one failing write, at once or after some bytes; all later writes
-    fail too.
+    """An append-only file in which one write fails, at once or after some bytes. All writes after
+    it fail too.
     """
 
     def __init__(self, path: Path, nth: Nth, part: float) -> None:
@@ -128,8 +128,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int
 def test_a_run_resumes_after_any_failed_write(
     refusal: str, part: float, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """A short write changes nothing; any other failure ends the run with a message, and the run can
-    be resumed.
+    """If a write accepts only a part of the bytes, the run continues unchanged. If a write fails,
+    the run ends with a message and can be resumed.
     """
     expected, writes = whole
     # the writes are divided among the kinds of faults, so that each write fails once
@@ -341,8 +341,8 @@ def test_any_journal_left_by_a_power_loss_can_be_resumed_or_salvaged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A loss of power may keep any subset of the unsynced writes; the journal then resumes, or is
-    refused and salvaged.
+    """After a loss of power, any subset of the unsynced writes may be on the disk. The run then
+    resumes, or its journal is refused and can be salvaged.
     """
     expected, _ = whole
     disk = Reordered()

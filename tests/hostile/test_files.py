@@ -430,8 +430,8 @@ CONFIGURATIONS = (
 def test_a_configuration_with_wrong_types_is_refused(
     text: str, tmp_path: Path, capsys: Said
 ) -> None:
-    """A number in place of a text or a boolean in place of a number is refused; the error names the
-    file and the key.
+    """A setting of a wrong type is refused, such as a number instead of a string or a boolean
+    instead of a number. The error names the file and the key.
     """
     (tmp_path / "c.toml").write_text(text)
     assert run(["config", "show", "--config", str(tmp_path / "c.toml")]) == 2

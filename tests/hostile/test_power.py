@@ -139,7 +139,9 @@ def _plan() -> RunSpec:
 
 
 def _finished(journal: bytes, folder: Path) -> set[str]:
-    """Return the problems whose outcome is in the journal that remains after the power loss."""
+    """Return the problems whose outcomes are in the part of the journal that is left after a loss
+    of power.
+    """
     (folder / JOURNAL).write_bytes(journal)
     return {outcome.problem.id for outcome in read_outcomes(read_entries(folder / JOURNAL))}
 

@@ -54,8 +54,8 @@ QUESTION = [Message("user", "Start at 4. +3. What is the result?")]
 
 
 class Canned:
-    """A client that calls a server in this process; one path or every path may have a fixed
-    reply.
+    """A client that calls a server in this process. Fixed replies may replace the server's replies
+    to one path or to all paths.
     """
 
     name = "hostile"
@@ -177,8 +177,8 @@ def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_impossible_part_makes_a_reply_bad(kind: str) -> None:
-    """An impossible value is noticed wherever atts reads it in a reply; parts that atts does not
-    read have no effect.
+    """A reply with an impossible value is refused if atts reads this value. Values that atts does
+    not read have no effect.
     """
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
@@ -224,7 +224,9 @@ def mangled(text: bytes, draws: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
-    """Each of `ATTS_FUZZ` mangled replies is refused, or has numbers that are possible."""
+    """Each of `ATTS_FUZZ` mangled replies is either refused, or gives a result whose numbers are
+    possible.
+    """
     ended = Counter[str]()
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
@@ -300,9 +302,7 @@ async def test_impossible_gauges_are_ignored(gauge: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TEXT_KINDS])
 async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
-    """A reply with one token id too many is refused; a reply with the requested number is
-    accepted.
-    """
+    """A reply with as many tokens as requested is accepted, and a reply with one more is refused."""
     async with opened(kind) as (client, requests):
         ids = requests.tokenizer.render(QUESTION)
         client.heard = {}

@@ -279,8 +279,8 @@ async def test_retry_after_is_limited_to_half_a_minute(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A Retry-After of more than 30 seconds is cut to 30 seconds; dates, nonsense and negative
-    numbers are ignored.
+    """The client waits as long as the server's Retry-After header says, but at most 30 seconds.
+    Dates, negative numbers and other values are ignored.
     """
     slept = list[float]()
 

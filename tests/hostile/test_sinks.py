@@ -70,8 +70,8 @@ def test_control_codes_in_library_messages_are_escaped() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a run whose directory, dataset, ids, texts and answers are hostile, and two files next
-    to it.
+    """Make a run in which directory, dataset, ids, texts and answers contain control codes and
+    markup, and two more files in the same folder.
     """
     place = tmp_path_factory.mktemp("hostile") / IN_A_NAME
     place.mkdir()

@@ -70,7 +70,9 @@ SAMPLES = [
 
 
 def test_an_eval_archive_is_imported(tmp_path: Path, run_import: Import) -> None:
-    """Epochs become rollouts; answers, verdicts, tokens, seconds, costs and errors are imported."""
+    """Each epoch of a sample becomes a rollout with its answer, verdict, tokens, seconds, cost and
+    error.
+    """
     made = run_import("inspect", write_eval(tmp_path / "log.eval", SAMPLES))
     assert (made.problems, made.rollouts, made.with_seconds) == (2, 3, 3)
     assert made.dollars == pytest.approx(0.003)
@@ -287,8 +289,8 @@ def arena_row(model: str, problem: int, sample: int, answer: str, **more: Any) -
 
 
 def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import) -> None:
-    """The rows of one model become a run with costs; if there are several models, the user must
-    choose one.
+    """The rows of one model become a run with costs. If the file has rows of several models, the
+    user must choose a model.
     """
     rows = [arena_row(model, 3, n, "7" if n else "None") for model in "ab" for n in range(2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
@@ -373,8 +375,8 @@ def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
 
 
 def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> None:
-    """Columns are mapped by the user or guessed; a line may have one rollout, or lists with all
-    rollouts of a problem.
+    """The user may map columns, and atts guesses the others. A line has either one rollout or a
+    list with all rollouts of a problem.
     """
     rows = [
         {"Q": "1 + 1?", "out": ["\\boxed{2}", "\\boxed{3}"], "gold": 2, "rm": [0.9, 0.1]},

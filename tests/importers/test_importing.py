@@ -226,8 +226,8 @@ def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> No
 
 
 def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> None:
-    """atts can grade an imported run again; a verdict that comes from the other tool is marked as
-    such.
+    """The user can choose whether an imported run keeps the other tool's verdicts, which are marked
+    as such, or is graded by atts.
     """
     row = {"question": "1?", "text": "\\boxed{0.5}", "gold": "1/2", "correct": False}
     path = write_lines(tmp_path / "mine.jsonl", [row])

@@ -88,8 +88,8 @@ def test_every_difference_is_named(
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
-    """A run resumes only with the same weights; it is refused too if the stored or the new manifest
-    has no digest of the weights.
+    """A run resumes only if the model has the same weights. If only one of the two manifests has a
+    digest of the weights, it is refused too.
     """
     marked = replace(
         MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}}
@@ -155,8 +155,8 @@ def test_a_new_directory_has_no_manifest(tmp_path: Path) -> None:
 
 
 def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
-    """The digest of a dataset depends on every field and the order of its problems; equal problems
-    have equal digests.
+    """A dataset's digest depends on each field of its problems and on their order. The same
+    problems in the same order give the same digest.
     """
     one = Problem("1", "a", answer="3")
     two = Problem("2", "b", choices=("x",))

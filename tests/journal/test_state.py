@@ -76,8 +76,8 @@ def test_every_prefix_is_a_state(story: list[Event]) -> None:
 
 
 def test_a_finished_problem_keeps_one_line(story: list[Event]) -> None:
-    """The turns of a finished problem are dropped to save memory; verdicts before and after the
-    outcome are kept.
+    """The state drops the turns of a finished problem to save memory, but keeps all verdicts,
+    including those recorded after the outcome.
     """
     state = RunState()
     graded = [Graded("p0", "correct", sample=0), Graded("p0", "wrong")]

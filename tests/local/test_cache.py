@@ -268,8 +268,8 @@ def test_the_loop_survives_having_no_memory_at_all(
 
 
 def test_every_way_of_running_out_of_memory_is_recognised() -> None:
-    """Memory errors of numpy, of torch on a CPU and of torch on a GPU are recognised; another kind
-    of error is not.
+    """The memory errors of numpy, of torch on a CPU, and of torch on a GPU are recognised as such.
+    Other errors are not.
     """
     for ask in (lambda: np.empty(1 << 50), lambda: torch.empty(1 << 50)):
         with pytest.raises((MemoryError, RuntimeError)) as caught:
@@ -323,8 +323,8 @@ ERRORS = (
 def test_a_request_that_breaks_a_step_fails_alone(
     refusal: str, error: Exception, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """If a prompt, a score or a draw raises an error, only its request fails; other requests of the
-    batch continue.
+    """If the prompt, scoring or sampling of a request raises an error, only this request fails. The
+    batch's other requests continue.
     """
     folder = make_model("llama", eos_token_id=None)
     call, wrong = REFUSALS[refusal]
@@ -364,8 +364,8 @@ def test_a_request_that_breaks_a_step_fails_alone(
 def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
     make_model: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If adding a token to one sequence raises an error, only that sequence fails; other sequences
-    of the step continue.
+    """If adding a token to a sequence raises an error, only this sequence fails. The step's other
+    sequences continue.
     """
 
     def ended(sequence: Sequence, *rest: Any) -> Any:

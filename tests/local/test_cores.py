@@ -154,9 +154,7 @@ def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
 async def test_two_engines_opened_together_divide_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a second engine opens, the first gives up half of its threads; it gets them back when
-    the second closes.
-    """
+    """While a second engine is open, the first one uses only half of its threads."""
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 6)
     monkeypatch.setattr(worker, "OPEN_LOOPS", OpenLoops())
@@ -191,10 +189,10 @@ def alternations(values: list[int]) -> list[int]:
 async def test_an_idle_engine_lends_its_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, kernel: Any
 ) -> None:
-    """While one of two engines has no request, the other computes with all cores, and its texts and
-    scores stay bit-identical.
+    """While one of two engines has no request, the other one computes with all cores, and its
+    results stay bit-identical.
 
-    With torch no cores are lent, because its sums depend on the number of threads.
+    Torch's sums depend on the number of threads, so with torch an engine keeps its number.
     """
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 4)

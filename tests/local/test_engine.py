@@ -439,8 +439,8 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the caller of a bad request gets an error; running and later requests are answered as
-    usual.
+    """A bad request gives an error only to its own caller. Requests that run or arrive later are
+    answered as usual.
     """
 
     def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:
@@ -469,8 +469,8 @@ async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.M
 
 
 def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
-    """The cache is halved until it fits into memory; if one context does not fit, the engine raises
-    OutOfMemory with advice.
+    """The cache is halved until it fits into memory. If there is not even room for one context, the
+    engine raises OutOfMemory with advice.
     """
     folder = make_model("llama")
 

@@ -139,10 +139,10 @@ def trained(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
-    """Neither an untrained exit nor a trained exit changes a token.
+    """Neither an untrained nor a trained early exit changes a token.
 
-    An untrained exit is in the middle of the layers; a trained exit is at the layer where its
-    adapter was trained.
+    A trained exit is at the layer for which its adapter was trained, an untrained one in the middle
+    of the layers.
     """
     folder = make_model("llama", **DEEP)
     config, weights = loaded(folder, 4)

@@ -44,9 +44,9 @@ class OneByOne(TorchModel):
 def hidden(
     folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1
 ) -> torch.Tensor:
-    """Return the final states of a text, computed with groups of `group` attentions.
+    """Return the final states of a text if attentions are computed in groups of `group`.
 
-    A first step reads all tokens but the last; a second step reads the last.
+    One step reads all tokens but the last, and the next step reads the last.
     """
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")

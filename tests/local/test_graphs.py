@@ -176,8 +176,8 @@ def batch_of(
 
 
 def test_consecutive_rows_of_a_sequence_form_one_block() -> None:
-    """Consecutive rows of a sequence, such as a proposal or a chunk, form one block; separate
-    positions form two blocks.
+    """Consecutive rows of a sequence, such as a proposal or a chunk, form one block. Rows that are
+    not consecutive form separate blocks.
     """
     batch = batch_of([(0, 5), (1, 7), (1, 8), (1, 9), (2, 3), (2, 9)], [(4, 20, 13), (5, 30, 2)])
     blocks = RowBlocks.of(batch)
@@ -348,9 +348,10 @@ def test_the_paged_kernel_handles_grouped_layers(
 
 
 def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
-    """The device's copy of the slot table is correct at every entry that a step reads.
+    """The device's copy of the slot table is updated with the changed entries only, and is correct
+    wherever a step reads it.
 
-    A decoding step sends one entry per row. A larger table is a new tensor.
+    A decoding step sends one entry per row. If the table grows, the copy is made again.
     """
     random = np.random.default_rng(3)
     copy = SlotTableCopy(torch.device("cpu"))

@@ -296,8 +296,8 @@ def test_kernels_are_built_in_the_cache_without_a_temporary_folder(
 
 
 def test_files_of_killed_builds_are_removed(builds: Builds) -> None:
-    """Old files of killed builds are removed if they belong to this user; files of a running build
-    stay.
+    """Old files that a killed build left behind are removed if they belong to this user. Files of a
+    running build stay.
     """
     builds.folder.mkdir(parents=True)
     old = builds.folder / "atts-build-old"

@@ -117,8 +117,8 @@ def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.M
 
 
 def test_temperature_zero_takes_the_first_best_token() -> None:
-    """At temperature 0, the first of the most likely tokens is chosen for any random number; other
-    rows use their own numbers.
+    """At temperature 0, the most likely token is chosen whatever the random number is, and of
+    several such tokens the first. Other rows of the batch are sampled as usual.
     """
     logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
     drawn = sample(

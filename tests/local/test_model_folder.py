@@ -141,8 +141,8 @@ def test_code_files_are_refused_without_an_auto_map(
 
 
 def test_copies_of_transformers_code_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """A copy of transformers' own code in a folder is ignored; Phi-3's folders were published with
-    one.
+    """A model folder may contain a copy of transformers' own code, as Phi-3's folders do. atts
+    ignores this copy.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     entries = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"}

@@ -39,8 +39,8 @@ CPU = torch.device("cpu")
 
 
 class FakeGpus:
-    """Simulated cards of this many bytes; weights and caches count as used, but are stored in the
-    processor's memory.
+    """Simulated GPUs with the given numbers of bytes. Weights and caches reduce their free memory,
+    but are stored in the processor's memory.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *totals: int) -> None:
@@ -197,8 +197,8 @@ def test_a_model_larger_than_a_card_needs_a_server(
 def test_dtype_auto_follows_the_checkpoint_on_a_gpu_only(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dtype=auto means the type in config.json on a GPU and float32 on a processor; an explicit
-    type has priority.
+    """With dtype=auto, a GPU uses the type in config.json, and a processor uses float32. A type
+    that the user names has priority.
     """
     folder = make_model("llama")
     half = tmp_path / "half"
@@ -314,8 +314,8 @@ def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
 
 
 def opened_on(gpus: FakeGpus, pair: Pair, context: int) -> dict[Role, int]:
-    """Open both models as engines do, the draft first; return the number of cache tokens by
-    role.
+    """Open the draft and then the target as engines do, and return how many tokens fit into each
+    one's cache.
     """
     target = pair.size("target")
     other = EngineSize(int(target.weights * 1e9), target.cache_bytes, context)
@@ -398,8 +398,8 @@ def test_a_smaller_card_never_holds_more() -> None:
 
 
 def test_local_engines_of_a_run_share_the_memory_plan(make_model: Make) -> None:
-    """If a run has two local models, each is built with the memory that the other leaves; other
-    engines get no memory plan.
+    """If both models of a run are local, each is planned with the memory that the other leaves.
+    Engines on servers have no memory plan.
     """
     folder = make_model("llama")
     local = f"hf:{folder}?dtype=float32"

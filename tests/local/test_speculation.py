@@ -460,8 +460,8 @@ class Silent(Proposer):
 
 
 def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path) -> None:
-    """If speculation proposed nothing so far, the counters give the reason; the reason disappears
-    after the first proposal.
+    """As long as nothing has been proposed, the counters give the reason. After the first proposal
+    they give none.
     """
     folder = make_model("llama")
     orders = [requests(3)]
@@ -488,8 +488,8 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
 
 
 def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
-    """If no overlapped draft was used, the counters say whether the drafts were late or wrong;
-    after a correct guess they give no reason.
+    """If no draft made during the target's steps was used, the counters say whether the drafts were
+    late or wrong. After a correct guess they say nothing.
     """
     assert OverlapStats(late=3).silence == "the draft never finished before the target's step ended"
     assert OverlapStats(misses=2, late=3).silence.startswith("none of the draft's 2 guesses")

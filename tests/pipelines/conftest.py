@@ -27,8 +27,8 @@ def answers() -> Answers:
 
 @pytest.fixture
 def attempt(answers: Answers) -> Solve:
-    """Solve toy problems under a policy and a gate; events of the graph go to `events` if the
-    caller passes one.
+    """Return a function that solves toy problems under a policy and a gate in virtual time. If the
+    caller passes a list `events`, the graph's events are added to it.
     """
 
     def run(

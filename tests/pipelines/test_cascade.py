@@ -149,8 +149,8 @@ def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
     ],
 )
 def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, object]) -> None:
-    """A policy under which nothing could escalate is refused with a message that names the
-    responsible key.
+    """If nothing could escalate under a policy, it is refused, and the message names the key that
+    causes this.
     """
     with pytest.raises(OptionError, match="first_wave|escalates"):
         replace(CASCADE, **changes)  # type: ignore[arg-type]

@@ -103,8 +103,8 @@ def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
 
 
 def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
-    """The rollout whose score was lost escalates its chunk; the next rollout requests the score
-    again, and the others use its reply.
+    """If a score is lost, the rollout that requested it escalates its chunk. Another rollout with
+    the same chunk requests the score again, and all others use this score.
     """
     target = Heedful(lost=1)
     outcomes = attempt(GREEDY, KEEP, target=target, problems=1, retries=RetryPolicy(calls=1))

@@ -404,8 +404,8 @@ CUT = ThresholdGate(6.0)
 def gated(
     text: str, draft: TableEngine, target: TableEngine, last: str = "a", used: int = 0
 ) -> float:
-    """Return the probability of a text in which the target replaces the chunks that the gate
-    escalates.
+    """Return the probability of a text if each chunk that the gate escalates is replaced by a chunk
+    of the target.
     """
     if not text:
         return 1.0

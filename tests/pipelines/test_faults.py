@@ -135,8 +135,8 @@ def test_a_missing_target_leaves_chunks_undecided(
 def test_a_dead_target_fails_only_the_rollouts_that_need_it(
     attempt: Solve, kind: FaultKind
 ) -> None:
-    """Rollouts that never escalate finish; rollouts that need the target fail with the engine's
-    error.
+    """If the target is unavailable, rollouts that never escalate finish. The others fail with the
+    engine's error.
     """
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="sample"))
     outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=4)
@@ -217,7 +217,9 @@ def test_a_chunk_repeated_three_times_ends_the_rollout(attempt: Solve) -> None:
 
 
 def test_nan_from_a_score_rule_is_not_a_score(attempt: Solve) -> None:
-    """A chunk whose score is NaN is never accepted, whatever the gate would decide."""
+    """If the score rule gives NaN for a chunk, the chunk is not accepted, whatever the gate would
+    decide.
+    """
 
     def rule(logprobs: Sequence[float], text: str) -> float:
         return math.nan

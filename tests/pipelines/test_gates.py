@@ -162,8 +162,8 @@ def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
 
 
 def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them() -> None:
-    """A gate that needs log-probabilities refuses such a draft with and without a cap; a gate that
-    reads only scores accepts it.
+    """If the draft gives no log-probabilities, a gate that needs them refuses it, and so does this
+    gate inside a cap. A gate that reads only scores accepts the draft.
     """
     able = EngineSpec("able", "m", "t", 512, (1,), 100)
     mute = replace(able, name="mute", logprobs="none")

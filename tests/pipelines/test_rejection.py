@@ -186,8 +186,8 @@ def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
 
 
 def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
-    """The limits on turns and tokens end a rollout, which reports the limit; an answer that a limit
-    cut does not count.
+    """A rollout ends at its limit on turns or tokens, and its finish reason names the limit. An
+    answer that is cut by a limit does not count.
     """
     few = lines(attempt(replace(POLICY, turns=1), FixedGate("accept")))
     assert {r.finish for r in few} <= {"turns", "answer"}
@@ -344,7 +344,9 @@ def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> Non
 
 
 def _scoring(gate: Gate) -> Gate:
-    """Return a gate with the same coin decisions whose preview requests every chunk's score."""
+    """Return a coin gate that decides as the given one, but requests the score of every chunk
+    first.
+    """
 
     class Scoring(CoinGate):
         def preview(self, features):  # type: ignore[no-untyped-def]

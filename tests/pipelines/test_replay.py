@@ -247,8 +247,8 @@ class Reading:
 
 @pytest.mark.parametrize("way", ["a gate of the user's", "a method that looks for words", "capped"])
 def test_a_gate_that_reads_gets_the_texts(way: str, tmp_path: Path) -> None:
-    """A user's gate may read texts; atts' own gates declare that they do not, also inside another
-    gate.
+    """In a replay, a gate that reads texts gets the texts of the chunks. The cases are a user's
+    gate, and atts' gate of cue words with and without a cap.
     """
     run_of(6, 2, tmp_path)
     texts = {

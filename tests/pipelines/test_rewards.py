@@ -107,8 +107,8 @@ async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
 
 @pytest.mark.anyio
 async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
-    """A model may write the separator inside a step; without a check, the separator would add a
-    step and shift the rewards.
+    """If a model writes the separator inside a step, the step still gets one reward. Otherwise
+    later rewards would be assigned to wrong steps.
     """
     server = start()
     async with RemoteRewardModel(server.address) as rewards:

@@ -302,7 +302,9 @@ async def test_impossible_gauges_are_ignored(gauge: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TEXT_KINDS])
 async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
-    """A reply with as many tokens as requested is accepted, and a reply with one more is refused."""
+    """A reply with the requested number of tokens is accepted, and one with one token more is
+    refused.
+    """
     async with opened(kind) as (client, requests):
         ids = requests.tokenizer.render(QUESTION)
         client.heard = {}

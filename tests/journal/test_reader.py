@@ -80,7 +80,7 @@ def test_calls_of_all_sessions_share_one_clock(runs: Path) -> None:
 
 
 def test_settings_are_found_by_name(runs: Path) -> None:
-    """A setting of a run can be read by its name. If the run does not have it, the result is None."""
+    """A setting of a run can be read by its name. If the run lacks it, the result is None."""
     run = open_run(runs / "finished")
     assert run.setting("method") == "atts"
     assert run.setting("nothing of the kind") is None

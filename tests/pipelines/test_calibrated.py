@@ -131,7 +131,7 @@ def test_a_certified_gate_decides_as_it_was_tested(attempt: Solve) -> None:
 
 
 def test_a_certified_gate_learns_nothing() -> None:
-    """Observations do not change a certified gate, so it decides the same after a thousand of them."""
+    """Observations do not change a certified gate: after a thousand of them, it decides the same."""
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
     gate = certified_gate(certificate, STORED)

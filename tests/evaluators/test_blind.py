@@ -308,8 +308,8 @@ def test_a_remainder_may_name_its_modulus() -> None:
 
 
 def test_positive_letters_come_from_the_problem() -> None:
-    """If a problem says that its numbers are positive, its letters are positive in grading, and
-    nowhere else.
+    """If a problem says that its numbers are positive, the grader assumes that its letters are
+    positive, but only for this problem.
     """
     gold = r"\sqrt{p^2q}"
     answer = r"p\sqrt{q}"

@@ -361,7 +361,9 @@ def problems(count: int) -> list[Problem]:
 
 
 def test_a_seeded_draw_is_pythons_own_sample() -> None:
-    """A draw with a seed equals `random.sample`, so a user can repeat it with two lines of Python."""
+    """A sample with a seed has the problems that Python's `random.sample` selects, so a user can
+    reproduce it with two lines of Python.
+    """
     expected = random.Random(42).sample(range(500), 100)
     drawn = select(problems(500), Selection(sample=100, seed=42))
     assert [it.id for it in drawn] == [f"set/{at}" for at in expected]

@@ -464,8 +464,8 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
 def test_an_uncached_benchmark_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says how to download the benchmark, with the network off by atts' setting or by
-    huggingface_hub's.
+    """If the network is turned off, the error about a benchmark that is not cached has the command
+    that downloads it. The network may be turned off by atts' setting or by huggingface_hub's.
     """
     with pytest.raises(
         DatasetError,
@@ -485,7 +485,9 @@ def test_an_uncached_benchmark_says_how_to_get_it(
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A stand-in for the hub with a public and a gated repository, which replies 404 for any other."""
+    """A stand-in for the hub with one public and one gated repository. It replies 404 for any other
+    repository.
+    """
 
     commit = "c" * 40
     content = lines([{"problem": "fetched", "answer": "1", "id": "0"}])
@@ -598,8 +600,8 @@ def test_each_refusal_of_the_hub_gives_advice(
     "cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"]
 )
 def test_a_slice_of_a_generated_benchmark_names_the_whole(cut: str) -> None:
-    """The note and the revision of a slice describe the whole set, although only the slice is
-    generated.
+    """Only the problems of a slice are generated, but the dataset's revision and the note about the
+    slice describe the whole set.
     """
     of_twelve = Selection(sample=12, seed=5)
     whole = load_dataset("arithmetic", of_twelve)

@@ -61,7 +61,7 @@ def test_a_cut_or_empty_box_gives_no_answer(text: str) -> None:
 
 
 def test_a_cut_box_differs_from_a_missing_one() -> None:
-    """The rule of the extraction says whether a box is cut or missing."""
+    """If no answer is extracted, the rule says whether the box is cut off or missing."""
     assert extraction(r"so \boxed{12").rule == "cut"
     assert extraction("hm").rule == "none"
 

@@ -72,7 +72,9 @@ def test_g_pass_takes_its_share_exactly() -> None:
 @FEW
 @given(st.integers(1, 40), st.data())
 def test_pass_rates_are_ordered(n: int, data: st.DataObject) -> None:
-    """pass^k <= pass@1 <= pass@k, both are monotone in k, and k = 1 gives the mean."""
+    """pass^k is at most pass@1, and pass@1 at most pass@k. As k grows, pass^k does not rise and
+    pass@k does not fall. At k = 1 each equals the mean.
+    """
     c = data.draw(st.integers(0, n))
     k = data.draw(st.integers(1, n))
     low = pass_hat_k([n], [c], k)[0]
@@ -217,8 +219,8 @@ def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: i
 
 
 def test_maj_at_k_survives_thousands_of_samples() -> None:
-    """If binomial coefficients exceed the range of floats, the better of two classes still wins
-    almost surely.
+    """maj@k of 2,000 samples is exact to eleven digits, although binomial coefficients of this size
+    exceed the range of floats.
     """
     found = maj_at_k([Votes((1500, 500), (1.0, 0.0)), Votes((1000, 1000), (1.0, 0.0))], 101)
     expected = stats.hypergeom.sf(50, 2000, 1500, 101)

@@ -58,7 +58,9 @@ def test_pass_metrics_equal_inspect_ai(k: int) -> None:
 
 
 def test_the_wilson_interval_equals_inspect_ai() -> None:
-    """Effective n and t are equal to inspect_ai's, and a single rate gives the textbook interval."""
+    """The interval equals inspect_ai's, both for eight samples per problem and for a single sample
+    per problem.
+    """
     scorer = inspect_scorer()
     rows = graded(40, 8)
     if not hasattr(scorer, "ci_wilson"):

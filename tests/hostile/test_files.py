@@ -151,9 +151,8 @@ def test_a_run_needs_a_directory(
 
 
 def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Path) -> None:
-    """A link in a run directory is not followed, so its target is not written.
-
-    The directory may come from another person.
+    """If a run directory contains a link in place of a file, the link's target is not written.
+    Another person may have made the directory.
     """
     precious = tmp_path / "precious"
     precious.write_text("mine")

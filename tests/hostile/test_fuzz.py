@@ -204,13 +204,17 @@ def vocabulary(command: str) -> list[str]:
 
 
 NEVER = {"doctor", "probe", "solve"}
-"""Commands that load models or call servers, which have other tests."""
+"""Commands that are left out here, because they load models or call servers; other tests cover
+them.
+"""
 
 
 def test_random_command_lines_end_with_a_message(
     recorded: Path, capsys: Said, tmp_path: Path
 ) -> None:
-    """Options come with random values in any order, some missing and some doubled."""
+    """Random command lines end with a message and a documented exit code. Their options have random
+    values and any order, and may be missing or repeated.
+    """
     counts = Counter[int]()
     commands = sorted(COMMANDS.keys() - NEVER)
     options = {command: vocabulary(command) for command in commands}

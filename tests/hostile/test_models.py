@@ -157,7 +157,9 @@ def test_special_files_in_a_model_folder_are_refused(file: str, place: str, fold
 
 
 def _weights(changed: dict[str, Any], size: int = 0) -> bytes:
-    """Return the embedded draft's weights file with a changed header and a number of zero bytes."""
+    """Return the bytes of the embedded draft's weights file, with a changed header and the given
+    number of zero bytes as data.
+    """
     raw = (path("draft") / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.dumps(json.loads(raw[8 : 8 + length]) | changed).encode()

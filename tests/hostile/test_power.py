@@ -164,7 +164,9 @@ def test_a_problem_is_reported_after_its_outcome_is_on_disk(tmp_path: Path, disk
 
 
 def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk: Disk) -> None:
-    """The journal's name and the manifest of a new run are on disk before an engine is called."""
+    """Before a new run calls an engine, its manifest and the directory entry of its journal are on
+    disk.
+    """
     run = tmp_path / "run"
     left = list[set[str]]()
 

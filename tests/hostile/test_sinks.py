@@ -165,8 +165,8 @@ def test_no_command_prints_control_codes(
 def test_control_codes_in_engine_errors_are_escaped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control codes from an engine are escaped in an error, in the middle of a run and in a
-    warning.
+    """Control codes in an engine's errors and warnings are escaped before they are printed, by
+    `atts eval` and by `atts solve`.
     """
 
     async def fail(engine: ScriptedEngine, request: SampleRequest) -> Any:
@@ -285,8 +285,8 @@ ESCAPED: dict[str, Callable[[ast.Call], bool]] = {
 
 
 def test_commands_print_through_one_function() -> None:
-    """Every `print` outside this function names `sanitized` in its arguments, or prints an empty
-    line.
+    """Outside the module that prints, each printing call of a command passes its text through
+    `sanitized`, or prints no text of its own.
     """
     strays = list[str]()
     for module in pkgutil.iter_modules(atts.cli.__path__):

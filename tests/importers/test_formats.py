@@ -116,7 +116,9 @@ def test_an_eval_archive_compressed_with_zstandard_is_imported(
 def test_without_a_reader_of_zstandard_the_fix_is_named(
     tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no installed package reads Zstandard, the error names a package and a way without it."""
+    """If no installed package reads Zstandard, the error names a package to install, and a command
+    that converts the log.
+    """
     path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
 
     def missing(data: bytes) -> bytes:
@@ -251,7 +253,9 @@ def nemo_row(name: int, answer: str | None, **more: Any) -> dict[str, Any]:
 
 
 def test_nemo_skills_numbers_rollouts_by_seed(tmp_path: Path, run_import: Import) -> None:
-    """The seed in the file's name is the rollout's number, although "10" sorts before "2"."""
+    """The number of a rollout is the seed in the name of its file. The alphabetical order of the
+    files, with "10" before "2", does not matter.
+    """
     folder = tmp_path / "eval-results" / "aime"
     for seed, grade in ((2, {"symbolic_correct": True}), (10, {"judgement": "Judgement: No"})):
         rows = [nemo_row(n, str(n + 1), **grade, reward_model_score=0.5) for n in range(2)]
@@ -307,7 +311,7 @@ def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import
     assert money_of(first.usage, recorded_prices(run.manifest.settings[PRICES].value)) == (
         pytest.approx(50e-6 + 0.02)
     )
-    # the first text has a box with None, which the tool counted as no answer
+    # the box of the first text contains None, which MathArena counted as no answer
     assert outcomes["3"].rollouts[0].answer == "None"
 
 

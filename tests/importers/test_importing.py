@@ -158,8 +158,8 @@ def peak_of_import(path: Path, out: Path) -> int:
 def test_memory_does_not_grow_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An import of eight times the bytes or rollouts adds only a small part of the additional size
-    to the memory.
+    """An import of a file that is thirty times larger needs little more memory: less than a quarter
+    of the additional bytes. The file has longer texts or more rollouts.
     """
     # read small blocks, because a usual block is larger than the smallest of these test files
     monkeypatch.setattr("atts.importers.records._BLOCK", 1 << 14)
@@ -265,8 +265,8 @@ def test_many_files_are_imported(
 
 
 def test_an_imported_run_works_with_every_reader(tmp_path: Path, run_import: Import) -> None:
-    """An imported run can be compared with a run of atts on the same dataset, and reported,
-    replayed and used for a plan.
+    """An imported run can be reported, replayed and used to plan other runs. It can be compared
+    with a run of atts on the same dataset.
     """
     problems = toy_problems(6)
     setup = Setup(draft="scripted", target="scripted", method="target-only")
@@ -306,7 +306,9 @@ def test_unrecorded_facts_stay_unknown() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes need POSIX")
 def test_a_pipe_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """A pipe can be read only once, but an import reads its files twice."""
+    """A pipe is refused as an input file, because an import reads its files twice and a pipe can be
+    read only once.
+    """
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(
         DatasetError, match="the file cannot be read: the path is a device, a pipe or a socket"

@@ -288,7 +288,9 @@ def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_a_writer_keeps_only_calls_of_open_turns(tmp_path: Path) -> None:
-    """A writer keeps the calls since the last turn of each open rollout, so its memory stays small."""
+    """A writer remembers only the calls since the last turn of each open rollout, so its memory
+    does not grow with the run.
+    """
     path = tmp_path / "j"
     writer = LineWriter()
     tracemalloc.start()

@@ -65,8 +65,8 @@ def test_judged_chunks_are_counted(runs: Path) -> None:
 
 
 def test_calls_of_all_sessions_share_one_clock(runs: Path) -> None:
-    """Calls of all sessions have times on one clock: a later session's times follow an earlier
-    session's, and recalled calls are left out.
+    """The times of all calls of a run are on one clock, on which a later session follows the
+    earlier one. Calls recalled from the journal are left out.
     """
     run = open_run(runs / "merged")
     nodes = list(run.nodes())
@@ -130,9 +130,8 @@ def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_verdict_counts() -> None:
-    """If an answer has several verdicts, the last one counts.
-
-    The agreement is the winner's share of the votes.
+    """If an answer was judged several times, the last verdict counts. The agreement of a problem is
+    the share of votes for the winning answer.
     """
     rollouts = (
         Rollout("p", 0, Prompt((), ()), finish="answer", answer="4"),

@@ -110,9 +110,8 @@ def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
 
 
 def test_recorded_calls_are_found_by_key(story: list[Event]) -> None:
-    """Recorded results are found by key, and the gate's calls in order within their turn.
-
-    Calls of other problems are not included.
+    """The state finds the recorded result of a call by the call's key, and keeps the gate's calls
+    of each turn in order. It leaves out calls of other problems.
     """
     first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
@@ -210,8 +209,8 @@ def test_a_key_contains_all_that_decides_the_reply(other: SampleRequest) -> None
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
-    """The same ids divided into another prefix and suffix have another score key, because a score
-    is for the suffix.
+    """A score request's key depends on where the prefix ends and the suffix begins, because only
+    the suffix is scored.
     """
     keys = [
         ScoreRequest((1, 2), (3,)),

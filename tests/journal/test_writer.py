@@ -150,8 +150,8 @@ async def test_a_full_disk_loses_nothing_saved(
 async def test_a_full_disk_stops_every_writer(
     tmp_path: Path, small_disk: Callable[..., Any]
 ) -> None:
-    """On a full disk, callers that wait for `saved` get the error, and so do callers that never
-    wait.
+    """If the disk becomes full, every task that records events gets the error, whether or not it
+    waits for `saved`.
     """
     _, opener = small_disk(room=1_000)
     errors: list[StorageError] = []

@@ -100,8 +100,8 @@ def test_sampling_after_a_scored_chunk_needs_no_first_forward(
 
 
 def test_slots_of_running_requests_are_counted_as_locked() -> None:
-    """Slots that a running request reads or writes are locked until the request ends, so no other
-    request gets them.
+    """While a request runs, the slots that it reads or writes are locked, so that no other request
+    gets them.
     """
     tree = PrefixTree(0)
     scheduler = Scheduler(SchedulerConfig(512, 4, 64, 256), tree)

@@ -98,8 +98,8 @@ def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixtu
 
 
 def test_only_a_closed_stdout_ends_a_command_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command ends silently if its stdout is closed; any other broken pipe gives an error with a
-    message.
+    """If stdout is closed, a command ends without a message. If any other pipe breaks, it ends with
+    an error message.
     """
 
     def refuse(*_: object) -> int:

@@ -89,8 +89,8 @@ def test_an_impossible_value_is_refused_by_its_key(
 
 
 def test_values_that_atts_does_not_need_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """atts ignores values of a configuration that it does not need. Reading all values would create
-    a million labels here.
+    """A value that atts does not need is not read, so a configuration that declares a million
+    labels opens quickly.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")

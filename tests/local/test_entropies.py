@@ -69,8 +69,8 @@ async def test_the_toy_model_gives_its_entropies_too() -> None:
 
 @pytest.mark.anyio
 async def test_an_engine_that_cannot_give_them_says_so() -> None:
-    """An engine that cannot compute entropies raises an error instead of returning
-    log-probabilities.
+    """If entropies are requested from an engine that cannot compute them, it raises an error and
+    does not return log-probabilities instead.
     """
     async with ScriptedEngine("draft", capabilities=frozenset({"sample", "score"})) as engine:
         ids = engine.tokenizer.encode("Start at 4.")

@@ -94,8 +94,8 @@ def compare(ours: Any, plain: Any) -> None:
 def test_captured_steps_write_the_same(
     family: str, make_model: Any, drive: Any, models: Any
 ) -> None:
-    """Replayed steps write the same ids under every distribution and the same scores, and graphs of
-    several sizes are replayed often.
+    """Replayed steps give the same ids and scores as steps without graphs, for all sampling
+    settings. Graphs of several sizes are replayed often.
     """
     folder = make_model(family)
     plain = drive(folder, mixed())

@@ -201,9 +201,8 @@ def test_an_exit_that_knows_the_text_hits_always(
 def test_more_guesses_hit_more_often(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more guesses per position, the target's outcome is guessed more often.
-
-    The gain exceeds the cost of the additional branches.
+    """Scheme ssd makes more guesses of the result of the target's step than scheme pearl. Its share
+    of steps with a correct guess is over 5 points higher.
     """
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")

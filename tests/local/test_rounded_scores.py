@@ -52,8 +52,8 @@ async def log_probs(
 async def test_scores_are_close_to_torch_with_rounded_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores are close to torch with rounded inputs and close to torch in float32, and closer to
-    the former.
+    """With scores=bfloat16, scores are close to those of torch in float32, and even closer to those
+    of torch with inputs rounded to bfloat16.
     """
     exact = await log_probs("embedded:target")
     rounded = await log_probs("embedded:target?scores=bfloat16")
@@ -87,8 +87,8 @@ async def test_scoring_texts_together_changes_no_score() -> None:
 @needs_pairs
 @pytest.mark.anyio
 async def test_sampled_rows_are_not_rounded() -> None:
-    """If a text is scored in the same steps, sampled tokens and their log-probabilities stay
-    bit-identical.
+    """Sampled tokens and their log-probabilities stay bit-identical even if another text is scored
+    in the same steps.
     """
     found = list[object]()
     names = list[str]()

@@ -256,8 +256,8 @@ def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Pa
 
 
 def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
-    """When the cache is nearly full, fewer tokens are proposed, so pre-emptions are as rare as
-    without proposals.
+    """When the cache is nearly full, fewer tokens are proposed, so that there are no more
+    pre-emptions than without speculation.
     """
     orders: list[list[Command]] = [[*requests(6, 40, (Sampling(1.0),))]]
     for room in (150, 250):

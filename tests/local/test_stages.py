@@ -462,8 +462,8 @@ def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
 
 
 def test_layers_are_divided_by_bytes(make_model: Make) -> None:
-    """Layers are divided by size in bytes: the first stage, which also has the embedding, gets
-    fewer; each layer is in one stage.
+    """Each layer is in one stage, and the stages have about the same size in bytes. The first stage
+    has fewer layers, because it also has the embedding.
     """
     config = setup_of(make_model("llama"), range(3)).config
     sizes = (8, 320, [4, 4]), (8, 2000, [2, 6]), (9, 90_000, [1, 4, 4]), (3, 10, [1, 1, 1])

@@ -54,9 +54,8 @@ def test_a_warm_up_escalates_nothing_and_counts_its_cost(attempt: Solve) -> None
 
 
 def test_after_the_warm_up_the_gate_ranks_among_its_scores() -> None:
-    """After a warm-up with scores 1 to 4, at rate 0.2, a score above all of them escalates.
-
-    A score below all of them does not.
+    """After a warm-up with scores 1 to 4, the gate has rate 0.2. It escalates a score above all
+    four, and accepts a score below all four.
     """
     gate = warming_gate(4, 0.4, "split")
     for number, score in enumerate([1.0, 2.0, 3.0, 4.0]):

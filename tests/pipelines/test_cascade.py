@@ -202,8 +202,8 @@ def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate
 
 
 def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> None:
-    """After the first escalated chunk the target writes the rest of the rollout alone and is not
-    judged.
+    """After a rollout's first escalated chunk, the target alone writes the rest of the rollout, and
+    its chunks are not judged.
     """
     policy = Policy(samples=6, escalates="rest", early_stop="none")
     gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
@@ -223,8 +223,8 @@ def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> Non
 
 
 def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -> None:
-    """The text is the target's alone, the draft's tokens count as discarded, and the rate counts
-    the chunks that the gate judged.
+    """If a rollout escalates, the target writes it again from the prompt. The draft's tokens count
+    as discarded, and the rate counts the chunks that the gate judged.
     """
     policy = Policy(samples=6, escalates="rollout", early_stop="none")
     gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
@@ -259,8 +259,8 @@ def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -
 
 
 def test_a_fresh_rollout_of_a_skilled_target_is_correct(attempt: Solve) -> None:
-    """A target without mistakes also corrects what the draft wrote wrongly before the escalated
-    chunk.
+    """If a target without mistakes writes a rollout again, mistakes of the draft before the
+    escalated chunk are corrected too.
     """
     careless = ToyModel(Skill(right=0.5), ToyTokenizer())
     careful = ToyModel(Skill(right=1.0, wander=0.0), ToyTokenizer())

@@ -183,7 +183,7 @@ def test_waiting_for_a_siblings_score_is_recorded(attempt: Solve, latency: float
 
 
 def test_a_failed_shared_call_delays_no_sibling(attempt: Solve) -> None:
-    """If a scoring call that several rollouts share fails, a waiting rollout requests the score at
+    """If a scoring call on which several rollouts wait fails, another rollout requests the score at
     once instead of waiting for the retry.
     """
 

@@ -77,8 +77,8 @@ def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exact_writes_what_the_target_alone_writes(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
 ) -> None:
-    """The text equals that of the target alone for the same seeds, and the target draws all of its
-    tokens while scoring.
+    """With the same seeds, method exact gives the texts of the target alone. The target samples all
+    tokens while it scores.
     """
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, length))
     only_drafts(monkeypatch)

@@ -217,7 +217,7 @@ class Reusing(TableEngine):
 
 
 class Drawing(TableEngine):
-    """An engine that draws at a chunk's positions while it scores the chunk."""
+    """An engine that samples at a chunk's positions while it scores the chunk."""
 
     def __init__(self, table: Mapping[str, Sequence[float]], role: Role = "target") -> None:
         super().__init__(table, role)
@@ -241,7 +241,9 @@ class Drawing(TableEngine):
 
 
 class Leaking(Drawing):
-    """A planted bug: draws made with a score use the random stream of the scored chunk."""
+    """A planted bug: tokens that are sampled while scoring use the random numbers that the scored
+    chunk was sampled with.
+    """
 
     async def score(self, request: ScoreRequest) -> Scores:
         draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, role="draft"))

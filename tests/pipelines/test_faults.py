@@ -68,7 +68,9 @@ class Undecided(ConformalGate):
 
 
 def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None:
-    """If the draft returns no log-probabilities, a gate that trusts them accepts no unscored chunk."""
+    """If the draft returns no log-probabilities, a gate that would accept a chunk because of them
+    does not accept it without a score.
+    """
     gate = TrustsTheDraft(Calibrator(0.3, "marginal"))
     judged = [
         turn.decision

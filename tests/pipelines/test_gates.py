@@ -224,7 +224,9 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-30, 0), min_size=1, max_size=30))
 def test_scores_are_perplexities(logprobs: list[float]) -> None:
-    """Each kind of perplexity is in [1, inf], and no mean is worse than that of the worst token."""
+    """A chunk's mean perplexity is at least 1 and at most that of its worst token. It is infinite
+    for a token of probability zero, and NaN for a missing log-probability.
+    """
     text = "x" * len(logprobs)
     mean = ScoreRule()(logprobs, text)
     assert 1 <= mean <= math.exp(-min(logprobs)) * (1 + 1e-9)
@@ -261,8 +263,8 @@ def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
 
 @pytest.mark.parametrize("kind", ["mean", "byte", "speculative"])
 def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
-    """Sums of floats depend on the batch, so differences by rounding must not change the ranks of
-    scores.
+    """Log-probabilities that differ only by rounding, as between batches, give the same score, so
+    that their ranks do not change.
     """
     draws = random.Random(8)
     equal = 0

@@ -1,5 +1,5 @@
-"""Tests of replays: the same gate repeats all decisions, and another gate marks where the record
-ends.
+"""Tests of replays: the same gate repeats all decisions, and a rollout is marked from the turn on
+where another gate decides differently.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def test_tokens_of_cancelled_calls_are_counted(attempt: Solve, answers: Answers)
 def test_an_online_gate_replays_exactly_in_the_recorded_order(
     attempt: Solve, answers: Answers
 ) -> None:
-    """A learning gate repeats its decisions if they are replayed in the recorded order."""
+    """A gate that learns during the run repeats its decisions in a replay if it gets the chunks in
+    the recorded order.
+    """
     decided: dict[TurnKey, Decided] = {}
 
     class Noting(ConformalGate):

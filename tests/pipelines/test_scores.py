@@ -175,8 +175,8 @@ def mute(judge: float = 0.8) -> ScriptedEngine:
 def test_a_target_without_log_probabilities_is_asked_in_text(
     kind: ScoreKind, attempt: Solve
 ) -> None:
-    """A target without log-probabilities is asked in text, and its replies find planted mistakes
-    about as often as its planted skill allows.
+    """A target without log-probabilities judges chunks by replies in text. Skilled replies have an
+    AUROC above 0.7, and random replies one of about 0.5.
     """
     assert auroc(kind, attempt, target=mute()) > 0.7
     if kind != "continuation":
@@ -289,7 +289,9 @@ def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
 
 
 def test_engines_are_checked_for_what_a_score_needs() -> None:
-    """A hosted target needs no scores if the score is the draft's own or that of votes."""
+    """A run is refused before it begins if an engine cannot give what the score rule needs, such as
+    log-probabilities or scores of texts.
+    """
     writer = spec(scores=False, logprobs=False)
     plain = spec(scores=False, logprobs=True)
     gate: Gate = Scoring()

@@ -33,7 +33,7 @@ Solve = Callable[..., list[Outcome]]
 
 
 def modulo(answers: Sequence[str]) -> list[int]:
-    """Group numbers modulo 3, so that different strings can be equal answers."""
+    """Group numbers by their remainder modulo 3, so that different strings may be one answer."""
     return [int(answer) % 3 for answer in answers]
 
 

@@ -155,8 +155,8 @@ def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
 
 
 def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
-    """Of 300 answers, a policy loses six that the target alone gets right, and wins six others.
-    With epsilon = 0.03 it passes only the test of the net loss.
+    """A policy loses six of 300 answers that the target alone gets right, and wins six others. With
+    epsilon = 0.03 it passes only the test of the net loss.
     """
     target = [_solved(str(number)) for number in range(300)]
     target = [replace(one, answer="no") if number < 6 else one for number, one in enumerate(target)]

@@ -404,7 +404,7 @@ def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
 
 
 def test_the_rate_is_met_in_a_live_run(attempt: Solve) -> None:
-    """In a live run, as in a replay, the calibrated gate's realised rate is near the nominal rate."""
+    """The realised rate of the calibrated gate is near its nominal rate in a live run too."""
     outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30)
     decisions = [t.decision for t in turns(outcomes) if t.decision]
     rate = sum(d.escalate for d in decisions) / len(decisions)

@@ -103,7 +103,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Add up the processor time of each test file, with its fixtures and ended child processes."""
+    """Add up the processor time of each test file, including its fixtures and the child processes
+    that have ended.
+    """
     before = sum(os.times()[:4])
     result = yield
     item.config.stash[SPENT][file_of(item)] += sum(os.times()[:4]) - before

@@ -47,7 +47,7 @@ TESTS = Path(__file__).resolve().parent
 RECORDING = TESTS / "frozen.json.xz"
 
 WORDS = frozenset({"why", "note", "guarantee", "error", "voided_by", "warnings"})
-"""Keys of texts for people, which may be reworded at any time."""
+"""Keys whose values are texts for people; these texts may be reworded at any time."""
 CLOCKS = frozenset(
     {
         "seconds", "created", "started", "ended", "queued", "timing", "at", "directory",
@@ -58,8 +58,8 @@ CLOCKS = frozenset(
 CLOSE = 1e-6
 """Tolerance for sums in double precision, whose last digits differ between processors."""
 CLOSE_FLOAT32 = 5e-3
-"""Tolerance for values in single precision; the kernels of one machine differ by about a hundredth
-of this.
+"""Tolerance for values in single precision; the results of two kernels on one machine differ by
+about a hundredth of it.
 """
 
 
@@ -75,7 +75,8 @@ def _lean(value: Any) -> Any:
             for key, inner in value.items()
             if key not in WORDS and key not in CLOCKS
         }
-        if "logprobs" in kept:  # the sum is short, and nearly always shows a change
+        # the sum is shorter than the list of log-probabilities, and nearly always shows a change
+        if "logprobs" in kept:
             kept["logprobs"] = math.fsum(kept["logprobs"])
         if kept.get("draft_ids") == kept.get("target_ids"):
             kept.pop("draft_ids", None)
@@ -103,7 +104,8 @@ def scripted(method: str, **policy: Any) -> Setup:
     policy = {"samples": 5, "turns": 12, "chunking": Chunking(12, 12, ()), **policy}
     if method == "deep-conf":
         policy["confidence_stop"] = ConfidenceStop(warmup=3, keep=0.5, window=8)
-    # the published rules need scores of earlier runs; one of the rules needs them by question
+    # the published rules need scores of earlier runs; one of the rules needs these scores grouped
+    # by question
     scores = (1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.8, 2.4)
     questions = [problem.id for problem in toy_problems(4, seed=3)]
     earlier = StoredScores(
@@ -178,8 +180,8 @@ def score_stream() -> list[dict[str, Any]]:
 
 
 def decided(mode: str, **options: Any) -> Any:
-    """Return the scores of the stream that are escalated, the p-values, and the metrics of the
-    rate.
+    """Decide on every score of the stream in a calibration mode; return the decisions, p-values,
+    metrics and events.
     """
     done = replay_scores(score_stream(), 0.2, mode, 3, **options)  # type: ignore[arg-type]
     return {
@@ -223,7 +225,9 @@ def verdicts() -> Any:
 
 
 def draws() -> Any:
-    """Return the tokens that seeded numbers draw from seeded logits, under each kind of filter."""
+    """Return the tokens sampled from seeded logits with seeded random numbers, for each kind of
+    sampling filter.
+    """
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(40, 200, generator=generator) * 2
     uniforms = torch.rand(40, generator=generator, dtype=torch.float64)
@@ -241,7 +245,7 @@ def draws() -> Any:
 
 
 def embedded(kernel: str = "native") -> Any:
-    """Return texts and scores of the embedded models, as ids and log-probabilities."""
+    """Return the texts and scores of the embedded models, as token ids and log-probabilities."""
     return anyio.run(_embedded, kernel)
 
 
@@ -290,11 +294,11 @@ def pair_run(kernel: str = "native") -> Any:
 
 
 def kernels(kernel: str = "native") -> Any:
-    """Return what the kernels of a local model compute from small integers.
+    """Return what a local model's kernels compute from small integers.
 
-    Sums of small integers are exact in single precision, so products and draws are equal to the bit
-    on every processor. States behind attention contain roots and exponentials, which differ in
-    their last digits.
+    Sums of small integers are exact in single precision, so matrix products and sampled tokens are
+    the same bits on every processor. Attention contains roots and exponentials, so its outputs
+    differ in their last digits.
     """
     folder = model_path("target")
     config = read_model_config(folder, "frozen")
@@ -313,7 +317,8 @@ def kernels(kernel: str = "native") -> Any:
     else:
         model = TorchModel(config, weights, cache)
 
-    # A text is fed as one long prefill, as single tokens, and as a short prefill behind a cache.
+    # The text is fed in four steps: a long prefill, two single tokens, and a short prefill after
+    # cached tokens.
     ids = tuple((integers(90, most=200).int() + 220).tolist())
     sequence = new_sequence(1, ScoreRequest(ids[:1], ids[1:]), 0.0)
     sequence.row = 0
@@ -441,7 +446,7 @@ def record(parts: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare or record, and return the exit code."""
+    """Compare the code with the recording, or record it again, and return the exit code."""
     if arguments[:1] == ["record"]:
         record(arguments[1:] or list(PARTS))
         return 0

@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def words(self) -> list[str]:
-        """Return the pair's name as used in commands."""
+        """Return the command-line options that name the pair."""
         return ["--draft", f"hf:{self.draft}", "--target", f"hf:{self.target}"]
 
 
@@ -171,7 +171,11 @@ class SampledTexts:
             yield self._same(what, accelerated(self._target, speculation=options))
 
     def from_zoo(self, scratch: Path) -> Check:
-        """Compare the texts of the model from a zoo with a second model that differs in one layer."""
+        """Check that a model read from a zoo writes the plain texts, and report the storage that
+        the zoo saves.
+
+        The zoo also stores a copy of the model whose last layer differs.
+        """
         relative = scratch / "relative"
         changed_layer(self._target, relative)
         zoo = Zoo(scratch / "zoo")

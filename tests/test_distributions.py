@@ -42,9 +42,7 @@ def test_quantiles_equal_scipy(share: float) -> None:
 
 @given(n=sizes, chance=chances, share=st.floats(1e-9, 1 - 1e-9))
 def test_binomial_counts_equal_scipy(n: int, chance: float, share: float) -> None:
-    """The largest count that a confidence bound excludes, and the smallest count that reaches a
-    share of probability, equal scipy's.
-    """
+    """Binomial probabilities, tails and quantiles equal scipy's."""
     counts = np.arange(-1, n + 3)
     assert_allclose(
         binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE
@@ -91,8 +89,8 @@ def test_binomials_of_probability_0_or_1() -> None:
 
 @given(n=st.integers(0, 60), drawn=st.integers(1, 60), data=st.data())
 def test_hypergeometric_tails_equal_scipy(n: int, drawn: int, data: st.DataObject) -> None:
-    """The probability of at least a number of correct draws equals scipy's, and is undefined if too
-    few items exist.
+    """The probability of at least a number of correct draws equals scipy's, and is NaN if more
+    items are drawn than exist.
     """
     right = data.draw(st.integers(0, n))
     least = data.draw(st.integers(1, drawn))

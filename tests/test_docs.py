@@ -41,7 +41,7 @@ def test_the_readme_has_at_most_120_lines() -> None:
 
 
 def test_every_page_the_readme_links_exists() -> None:
-    """The README has no dead link, also to headings within pages."""
+    """Every link of the README works, also a link to a heading within a page."""
     text = (ROOT / "README.md").read_text()
     links = [part.split(")")[0].partition("#") for part in text.split("](")[1:]]
     pages = [(name, heading) for name, _, heading in links if not name.startswith("https://")]
@@ -55,8 +55,8 @@ def test_every_page_the_readme_links_exists() -> None:
 
 
 def test_the_glossary_names_existing_code() -> None:
-    """Each name in the glossary's last column is a module or a value of one, no word occurs twice,
-    and the list is short.
+    """Each name in the glossary's last column is a module or a name in one, no term occurs twice,
+    and the glossary is short.
     """
     lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.endswith("` |")]

@@ -49,8 +49,8 @@ def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("place", ["attention", "products", "draws"])
 def test_a_changed_kernel_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """The comparison names a state that differs in its fifth digit, a wrong logit and a different
-    draw.
+    """The comparison reports a state that differs in its fifth digit, a wrong logit, and a
+    different sampled token.
     """
     plain_forward = NativeModel.forward
     plain_logits = NativeModel.compute_logits

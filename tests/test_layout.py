@@ -50,7 +50,7 @@ SHELVES = {"atts.models"}
 
 @cache
 def sources() -> Mapping[str, Path]:
-    """Return the dotted name and path of every module in a mapped directory, without
+    """Return the dotted name and path of every module in the package's directories, without
     `atts/__init__`.
     """
     found = dict[str, Path]()
@@ -142,7 +142,9 @@ def test_there_is_no_import_cycle() -> None:
 
 
 def deep_imports() -> Iterator[str]:
-    """Yield names taken from inside another package, or missing from its public names."""
+    """Yield imports that reach inside another package, or take a name that the package does not
+    make public.
+    """
     for name, path in sources().items():
         for target, part in imports(name):
             here = unit(target)
@@ -211,7 +213,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_each_house_rule_holds(check: str) -> None:
-    """No function of `CHECKS` finds a line that breaks the rule it checks."""
+    """Each function of `CHECKS` searches for lines that break one rule, and none finds such a line."""
     found = sorted(CHECKS[check]())
     assert not found
 

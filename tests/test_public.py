@@ -11,7 +11,7 @@ pytestmark = pytest.mark.both
 
 
 def test_the_list_is_sorted_and_complete() -> None:
-    """`__all__` names exactly what the lazy map can import."""
+    """`__all__` is sorted, and has exactly the names that atts imports lazily."""
     home: dict[str, str] = vars(atts)["_HOME"]
     assert list(atts.__all__) == sorted(atts.__all__) == sorted(home)
 

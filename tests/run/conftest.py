@@ -1,4 +1,4 @@
-"""Fixtures that evaluate toy problems by scripted engines, in virtual or real time."""
+"""Fixtures that evaluate toy problems with scripted engines, in virtual or real time."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class World:
         return run_virtual(partial(evaluate, chosen, plan, session), backend=backend)
 
     def events(self, name: str = "run") -> list[Event]:
-        """Return the events of the journal in that directory."""
+        """Return the events of the journal in the run directory of this name."""
         return [entry.event for entry in read_entries(self.tmp_path / name / JOURNAL)]
 
 

@@ -285,9 +285,7 @@ class Crashes:
 def crash_runs(
     children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
 ) -> Generator[tuple[Path, Crashes], None, None]:
-    """Make exactly `kills` kills over several runs, with at most `most` kills per run (see
-    `crash`).
-    """
+    """Kill runs exactly `kills` times in total, and each run at most `most` times (see `crash`)."""
     number = unharmed = 0
     while kills:
         directory = folder / f"run {number}"
@@ -303,10 +301,10 @@ def crash_runs(
 def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
     """Kill a run repeatedly at seeded points, then let it finish.
 
-    One of five sessions has a full disk, two are killed by the test and two in the middle of a
-    write. After each session, the complete lines of its journal must be the beginning of every
-    later journal. A run may finish before its kill. `whole` is the size of the journal of a run
-    without kills.
+    Of every five sessions, one meets a full disk, the test kills two, and two are killed in the
+    middle of a write. After each session, the complete lines of its journal must be the beginning
+    of every later journal. A run may finish before its kill. `whole` is the size of the journal of
+    a run without kills.
 
     :raises AssertionError: a record changed, or a recorded call was made again.
     """

@@ -94,9 +94,7 @@ class Station:
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
-    """Run episodes of these kinds in turn until the time is over, and measure resources between
-    them.
-    """
+    """Run episodes of these kinds in turn until the time is up, and measure resources between them."""
     tally = Tally()
     number = 0
     said = 0.0

@@ -72,10 +72,10 @@ def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: P
 
 
 def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: Path) -> None:
-    """Labels of other settings or of the run's own problems are refused with an error that lists
-    each difference.
+    """Labels from other settings, or from the run's own problems, are refused with an error that
+    lists each difference.
 
-    Another seed and other problems are allowed.
+    Labels from another seed and from other problems are allowed.
     """
     setup = abstaining(labelled)
     with pytest.raises(FingerprintError, match="policy.samples: stored 4, now 5"):

@@ -129,7 +129,8 @@ def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: s
 
 
 def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
-    """In a replay at another rate, tokens of texts that were never written are unknown.
+    """In a replay at another rate, token counts are unknown, because some of the texts were never
+    written.
 
     A replay of the recorded settings counts the recorded tokens.
     """
@@ -147,7 +148,9 @@ def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
 
 
 def test_live_runs_end_within_the_bounds_of_a_replay(tmp_path: Path) -> None:
-    """Live runs end within a replay's bounds as often as stated, up to sampling error."""
+    """The accuracy of live runs is within a replay's bounds as often as the replay states, up to
+    sampling error.
+    """
     model = ToyModel(Skill(right=0.7, repair=0.0), ToyTokenizer())
     policy = Policy(samples=5, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy)

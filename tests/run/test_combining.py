@@ -204,7 +204,7 @@ def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
 def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
     """With `auto`, a skilled selector is used after its trial and gains accuracy.
 
-    No problem of the trial changed its answer.
+    During the trial, every problem keeps its voted answer.
     """
     result = world.run(planned(world, Selector(0.95), "auto"), world.session(None), problems=160)
     found = result.combined
@@ -280,10 +280,11 @@ def _outcome(name: str, known: Combination) -> Outcome:
 
 
 def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
-    """The vote threshold is a quantile of the leading answers' vote shares among problems that
+    """The vote threshold is a quantile of leading answers' vote shares, taken over problems that
     combining could correct.
 
-    Nine in ten later problems of this kind have at most this share.
+    In about nine of ten later problems of this kind, the leading answer's share is at most the
+    threshold.
     """
     draws = random.Random(3)
     covered = 0
@@ -298,8 +299,8 @@ def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
 
 
 def test_half_votes_replace_missing_references() -> None:
-    """Without grades, the threshold is learned from problems in which half of the rollouts vote for
-    another answer than all rollouts together.
+    """Without grades, the threshold is learned from problems in which the vote of one half of the
+    rollouts differs from the vote of all rollouts.
     """
     combiner = Combiner()
     for number in range(9):

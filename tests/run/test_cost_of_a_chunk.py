@@ -1,4 +1,4 @@
-"""Tests of the work for one accepted chunk: function calls, changes of file, engine calls, and
+"""Tests of the work for one accepted chunk: function calls, calls between files, engine calls, and
 journal lines.
 """
 

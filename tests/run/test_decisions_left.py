@@ -17,7 +17,8 @@ def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> Non
 
 
 def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
-    """If all rollouts take the same number of decisions, the forecast is exact once one has ended.
+    """If all rollouts take the same number of decisions, the forecast is exact once one rollout has
+    ended.
 
     A rollout in flight is expected to take only the decisions that it has not taken yet.
     """

@@ -97,7 +97,8 @@ def test_a_resumed_problem_keeps_its_count(world: Any) -> None:
 def test_problems_without_a_judged_chunk_do_not_count() -> None:
     """Problems without a judged chunk are left out of the share.
 
-    If all problems are equal, the interval is that of the pooled share.
+    If problems differ in their share, the interval is over twice as wide as if all have the same
+    share.
     """
     assert share_estimate([(0, 0)]).note
     assert share_estimate([(1, 4), (0, 0), (3, 4)]).n_problems == 2

@@ -138,7 +138,9 @@ def told(directory: Path) -> dict[str, object]:
 
 
 class Study:
-    """Numbers of signals sent, and the longest time in seconds that a process outlived its run."""
+    """Counts of signals sent, and the longest time, in seconds, that a process still existed after
+    its run had ended.
+    """
 
     def __init__(self, runs: Runs, size: int) -> None:
         self.runs = runs

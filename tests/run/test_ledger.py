@@ -250,8 +250,8 @@ def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
 def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
     world: World, tmp_path: Path, caps: Caps, limit: str
 ) -> None:
-    """A run that stopped at its cap resumes with a higher cap, remembers its spending, and ends as
-    a run without caps.
+    """A run that stopped at its cap resumes with a higher cap, remembers its spending, and ends
+    like a run without caps.
     """
     problems = toy_problems(6)
     directory = tmp_path / "run"
@@ -383,7 +383,7 @@ def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
 
 
 def test_a_named_account_survives_restarts(tmp_path: Path) -> None:
-    """A named account keeps its number of calls, and of calls without a reply, however often the
+    """A named account keeps its counts of calls and of calls without a reply, however often the
     file is reopened.
     """
     path = tmp_path / LEDGER

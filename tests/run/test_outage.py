@@ -77,7 +77,7 @@ def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any
 def test_an_outage_at_any_point_changes_no_outcome(
     world: Any, outcomes: Outcomes, points: int, role: Role
 ) -> None:
-    """An outage at any point changes no outcome of a frozen gate.
+    """An outage at any point changes no outcome of a run with a frozen gate.
 
     The first session reports the missing problems, and the next session finishes exactly these.
     """

@@ -111,9 +111,9 @@ def test_a_gate_without_a_rate_shows_no_nominal_rate() -> None:
 
 
 def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
-    """The progress shows the rate of the run without an interval.
+    """The progress shows the run's rate without an interval.
 
-    It counts what the run did; an interval would describe other problems.
+    The rate counts what the run did, so it has no sampling error.
     """
     escalated = replace(DECISION, action="escalate")
     other = replace(DECISION, question="q")

@@ -72,8 +72,8 @@ def decided(world: Any, name: str) -> list[str]:
 
 
 def places(world: Any) -> list[tuple[str, int, int, str]]:
-    """Return the position of each decision in the copy, and whether its score was requested or had
-    arrived.
+    """Return question, sample and turn of each decision in the resumed copy, and whether its score
+    was requested or had arrived.
     """
     found = [event for event in world.events("copy") if isinstance(event, Decided)]
     return [
@@ -85,7 +85,7 @@ def places(world: Any) -> list[tuple[str, int, int, str]]:
 def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcomes) -> None:
     """With a frozen gate, a run cut anywhere ends with the same outcomes and verdicts.
 
-    Recorded bytes stay, and no call is repeated.
+    Recorded bytes stay unchanged, and no call is repeated.
     """
     first = world.run(world.plan(), world.session())
     calls = sum(isinstance(event, Sampled) for event in world.events())
@@ -249,8 +249,8 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
-    """Escalations before a crash count against a hard cap, and the recorded remainder of the cap is
-    used again.
+    """Escalations before a crash count against the hard cap: the resumed run makes the same
+    decisions as the run without a crash.
     """
 
     def plan() -> Any:
@@ -316,8 +316,8 @@ def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
 
 
 def test_a_synchronous_run_resumes_to_the_same_result(world: Any, outcomes: Outcomes) -> None:
-    """A synchronous baseline resumes to the same result, although it carries a remainder from round
-    to round.
+    """A synchronous baseline resumes to the same result, although it carries rounding errors from
+    one round to the next.
     """
     policy = Policy(
         samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none"
@@ -401,8 +401,8 @@ def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
 
 
 def test_node_numbers_continue_after_a_resume(world: Any) -> None:
-    """After a resume no node number is used twice, so edges stay valid; recalled nodes are marked
-    and cost nothing.
+    """After a resume, no two nodes of the recorded graph have the same number, so edges stay valid.
+    Recalled nodes are marked and cost nothing.
     """
     world.run(world.plan(), world.session())
     torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])

@@ -30,7 +30,8 @@ def texts(result: RunResult) -> list[Any]:
 def test_method_exact_asks_for_no_recorded_call_again(world: Any, drafts: Role) -> None:
     """After a resume, method exact repeats no recorded call.
 
-    Unfinished parts continue with the writer and the proposal lengths of the earlier session.
+    Unfinished rollouts continue with the writing model and the proposal lengths of the earlier
+    session.
     """
 
     def plan() -> Any:

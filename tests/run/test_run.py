@@ -791,8 +791,8 @@ def test_an_inconsistent_completion_is_refused(
 
 
 def test_every_part_of_two_usages_adds_up() -> None:
-    """The sum of two usages includes every field, and the target's share is its part of all written
-    tokens.
+    """The sum of two usages adds up every field, and the target's share is the fraction of all
+    written tokens that the target wrote.
     """
     parts = [field.name for field in fields(Usage)]
     one = Usage(**{name: place + 1 for place, name in enumerate(parts)})

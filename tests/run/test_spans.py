@@ -174,7 +174,9 @@ def test_a_run_joins_the_trace_of_the_program(world: Any) -> None:
 
 
 def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `log=["otel"]`, spans go to the collector that the environment names, by OTLP."""
+    """With `log=["otel"]`, spans are sent by OTLP to the collector that the environment variables
+    name.
+    """
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     service: Any = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     bodies: list[tuple[str, str, bytes]] = []

@@ -217,7 +217,7 @@ def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFix
 
 
 def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
-    """If an error ends the run, its run at the tracker gets the status "failed"."""
+    """If an error ends the run, the tracker records the status "failed" for it."""
     book = Notebook()
     listener = TrackedRun("notebook", book)
 

@@ -26,8 +26,8 @@ Fault = Literal["nan", "short", "impossible", "positive"]
 
 
 class Overflowing(EngineAround):
-    """A target whose scores are unusable from the `after`-th call on, except for one optional
-    text.
+    """A target whose scores are unusable from the `after`-th call on; the scores of one text may be
+    excepted.
     """
 
     def __init__(self, fault: Fault, after: int = 14, spared: str = "") -> None:

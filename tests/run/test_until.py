@@ -150,8 +150,8 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
 
 
 def test_impossible_comparisons_are_refused(tmp_path: Path) -> None:
-    """One setting without the other, unknown values, a shard, and other problems are refused with
-    errors.
+    """`compare_to` and `stop_when` are refused if only one is set, with an unknown value, with a
+    shard, or if the problems differ.
     """
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text('{"id": "x", "correct": false}\n')

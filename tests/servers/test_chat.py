@@ -63,8 +63,8 @@ RATING = "\n\nI think the quality score is: "
 
 @pytest.mark.parametrize("share", [0.8, 1.3])
 def test_a_long_text_is_cut_into_the_servers_number_of_tokens(share: float) -> None:
-    """A long text is cut into as many pieces as the server counted tokens, in time that grows
-    linearly.
+    """A long text is cut into exactly as many pieces as the server counted tokens, in time that
+    grows linearly with the text.
     """
     tokenizer = TextTokenizer()
     text = "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
@@ -105,7 +105,7 @@ def contents(folder: Path) -> list[bytes]:
 
 
 def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
-    """Render the question, with some of its answer."""
+    """Render the question, followed by the given beginning of its answer."""
     return engine.tokenizer.render([QUESTION, *([Message("assistant", begun)] if begun else [])])
 
 
@@ -163,8 +163,8 @@ async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serv
 
 @pytest.mark.anyio
 async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
-    """Servers continue a message by the field `prefix` or by `continue`, and both give the same
-    text.
+    """Some servers continue a message if the request sets `prefix`, others if it sets `continue`;
+    the text is the same.
     """
     marked = serve("chat", quirks=ServerQuirks(prefill="prefix"))
     flagged = serve("chat")
@@ -176,7 +176,7 @@ async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_a_rating_costs_one_request(serve: Serve) -> None:
-    """A rating weighs every digit's probability from a single request, even if its first caller is
+    """The scores of all ten digits come from a single request, even if its first caller is
     cancelled or fails.
     """
     server = serve("chat")
@@ -213,8 +213,8 @@ async def test_a_rating_costs_one_request(serve: Serve) -> None:
 async def test_failures_are_tried_a_few_times_and_named(
     serve: Serve, kind: Simple, fault: str, error: type[EngineError]
 ) -> None:
-    """Failed requests are retried a limited number of times, errors keep their kind, and no chunk
-    is accepted.
+    """A failed request is retried a limited number of times, and then raises the error class of its
+    failure.
     """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
@@ -349,7 +349,7 @@ async def test_a_model_with_hidden_reasoning_is_probed_patiently(
     """The probe gives a model with hidden reasoning more time, at the only temperature that the
     model allows.
 
-    If a chunk consists only of hidden reasoning, the error is final.
+    If a chunk consists only of hidden reasoning, it is not requested again.
     """
     server = reasoner(serve, chat, "hidden")
     async with chat(server, replace(OPTIONS, prefill="ask")) as remote:
@@ -545,7 +545,7 @@ async def test_the_key_of_openai_is_sent_to_its_base_url(
 
 
 def test_a_chunk_without_log_probs_still_has_tokens() -> None:
-    """The number of tokens does not depend on log-probabilities."""
+    """A chunk has the same number of tokens with and without log-probabilities."""
     assert Chunk("draft", "ab", (1, 2), (3,), "length").tokens == 2
     assert Chunk("target", "ab", (1, 2), (3,), "end", (-1.0, -2.0)).tokens == 2
 

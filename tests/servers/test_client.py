@@ -32,7 +32,7 @@ class Hands:
 
 
 def filled(most: int, clock: Hands) -> AdaptiveLimit:
-    """Make a limit of requests in flight with every slot taken."""
+    """Make a limit of requests in flight, and take all of its slots."""
     limit = AdaptiveLimit(most, clock)
     while limit.take_nowait():
         pass
@@ -47,8 +47,10 @@ def slots(limit: AdaptiveLimit) -> int:
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
-    """A burst of refusals shrinks the limit once: refusals of requests sent before the limit shrank
-    are ignored, later ones shrink it again.
+    """A burst of refusals shrinks the limit once.
+
+    Refusals of requests that were sent before the limit shrank are ignored; refusals of later
+    requests shrink it again.
     """
     clock = Hands()
     limit = filled(100, clock)
@@ -80,8 +82,8 @@ def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
 
 
 def test_refusals_that_keep_coming_slow_the_growth() -> None:
-    """Each further refusal makes the pause before growth longer and the growth smaller, up to
-    limits.
+    """Each further refusal makes the limit wait longer before it grows, and then grow in smaller
+    steps, up to bounds.
     """
     clock = Hands()
     limit = filled(1000, clock)

@@ -70,7 +70,9 @@ class Stalling(ScriptedEngine):
 
 
 def hurry(remote: RemoteEngine, seconds: float) -> None:
-    """Give each later call this many seconds, so that a hanging server is noticed soon."""
+    """Set the deadline of each later call to this many seconds, so that a hanging server is noticed
+    soon.
+    """
     client = remote._opened()  # pyright: ignore[reportPrivateUsage]
     client.options = replace(client.options, timeout_seconds=seconds)
 
@@ -101,7 +103,7 @@ async def time_out(
 
 
 def seeded(number: int) -> SampleRequest:
-    """Make a request that depends on the number."""
+    """Make a request with this number as its seed."""
     return replace(REQUEST, seed=Seed(run=number))
 
 
@@ -127,8 +129,8 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
 
         async def insist(request: SampleRequest) -> Completion:
             patience = (
-                # longer after each time-out, because on a busy machine a slow server need not be
-                # hanging
+                # a longer deadline after each time-out, because on a busy machine a slow server
+                # need not be hanging
                 0.5
             )
             for _ in range(20):
@@ -331,7 +333,7 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
 async def test_other_weights_are_noticed_by_a_run_that_needs_only_entropies(
     serve: Serve, client: Connect
 ) -> None:
-    """Replies with likely tokens count for the check of the model, too."""
+    """Replies to requests for entropies also count towards the next check of the model."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -458,9 +460,7 @@ def test_a_run_ends_if_its_model_is_swapped_and_resumes_with_the_old_one(
 async def test_other_weights_after_a_reconnection_are_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """After a server restarts with other weights under the same name, its first reply is already
-    refused.
-    """
+    """If a server restarts with other weights under the same name, even its first reply is refused."""
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -608,8 +608,10 @@ async def test_keys_are_used_and_never_shown(
 async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default atts mentions a proxy in the environment only if the connection fails; it uses the
-    proxy if the setting says so.
+    """By default atts uses no proxy from the environment, and mentions a proxy only if the
+    connection fails.
+
+    With the setting `proxy="environment"`, atts uses the proxy.
     """
     server = serve("vllm")
     for name in ("HTTP_PROXY", "http_proxy"):

@@ -89,7 +89,8 @@ class TooSure(EngineAround):
 async def test_text_that_is_too_likely_is_found_and_the_probe_reports_it(
     serve: Serve,
 ) -> None:
-    """The probe notices and reports a server that accepts its best guesses without drawing.
+    """The probe notices and reports a server that takes the most likely tokens, instead of
+    sampling, if several are requested.
 
     Such a server writes sensible text, but not from its distribution.
     """

@@ -270,8 +270,8 @@ class Slow(Lost):
 
 
 def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: Any) -> None:
-    """A late failure of a call from before the replica's check does not remove the replica from the
-    pool.
+    """A call that begins before a replica's check and fails after it does not remove the replica
+    from the pool.
     """
 
     async def main() -> None:

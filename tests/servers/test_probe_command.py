@@ -35,7 +35,7 @@ def test_a_vllm_server_satisfies_every_need(
     serve: Serve, need: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server that speaks vLLM's dialect satisfies each `--need`, and the probe lists the
-    abilities of vLLM's row in docs/servers.md.
+    abilities that the table in docs/servers.md gives for vLLM.
     """
     server = serve("vllm", embedded, model="owner/draft")
     assert (

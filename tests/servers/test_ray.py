@@ -58,7 +58,7 @@ def toy() -> Engine:
 
 
 def request(number: int) -> SampleRequest:
-    """Make a request that depends on the number."""
+    """Make a request with this number as its seed."""
     return SampleRequest(PROMPT, 24, seed=Seed(run=number), rollout=f"r{number}")
 
 
@@ -169,7 +169,8 @@ def stage_actors() -> list[int]:
 
 @pytest.mark.anyio
 async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> None:
-    """Stages in actors give the same bits as one process.
+    """A model whose layers are divided among stages in actors gives the same bits as the model in
+    one process.
 
     If an actor is killed, a call fails and the engine becomes available again.
     """
@@ -196,7 +197,7 @@ async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> No
 async def test_a_killed_replica_of_a_stage_loses_no_reply(cluster: Any) -> None:
     """If two actors have the same layers and one is killed, the other answers for both.
 
-    The command line accepts such settings too.
+    `solve` accepts such an engine too.
     """
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)

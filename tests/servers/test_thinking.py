@@ -66,8 +66,8 @@ def make() -> Engine:
 
 @pytest.mark.anyio
 async def test_vllm_closes_the_block_in_the_same_request(serve: Serve) -> None:
-    """With thinking=send a server ends the thinking block within a single request; otherwise a
-    second request follows after the budget.
+    """With thinking=send the server itself ends the thinking block, within a single request.
+    Otherwise atts ends the block at the budget and sends further requests.
     """
     server = serve(make=make)
     ours = await written(server, QUICK)

@@ -33,7 +33,7 @@ def embedded() -> LocalEngine:
 def timings(
     cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
 ) -> list[LoadTiming]:
-    """Make the counters of a server with these acceptances, whose steps take `cost(rows)`
+    """Make the counters of a server with these acceptance rates, whose steps take `cost(rows)`
     seconds.
     """
     made = list[LoadTiming]()
@@ -158,8 +158,8 @@ def test_the_order_of_timings_does_not_matter() -> None:
 def test_a_server_is_tuned_by_its_counters(
     serve: Serve, speculation: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server is tuned by the counters that it publishes over HTTP, counted from the beginning of
-    the command.
+    """A server is tuned by the counters that it publishes over HTTP; only their growth during the
+    command counts.
     """
     quirks = ServerQuirks(speculation=speculation, acceptance=SHARES)
     server = serve("vllm", embedded, model="owner/draft", quirks=quirks)

@@ -58,8 +58,8 @@ def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> Non
 
 
 def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
-    """A restored calibrator has the state and the order of issue of the earlier session, and its
-    realised rate continues.
+    """A restored calibrator has the earlier session's state, and continues its numbering of scores
+    and its realised rate.
     """
 
     async def main() -> None:
@@ -69,7 +69,8 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
             before.settle()
             saved = before.state()
         async with serving(state=tmp_path) as client:
-            # the server plans the request, but the request's cap allows no call
+            # the server plans the request, which creates the calibrator, but the request's cap
+            # allows no call
             await ask(client, atts={"max_total_tokens": 1})
             after = calibrator(client.service)
             assert after is not before

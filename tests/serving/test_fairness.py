@@ -1,5 +1,5 @@
-"""Tests of sharing slots among users: no user starves, shares are respected, and a flood of
-requests loses its places.
+"""Tests of sharing slots among users: no user starves, shares are respected, and a user who floods
+the queue loses places in it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ async def queued(
 
 
 def test_a_late_user_does_not_wait_behind_a_flood() -> None:
-    """A newly arrived user's request is served next, however many requests of another user wait."""
+    """A newly arrived user's request is among the next to be served, however many requests of
+    another user wait.
+    """
 
     async def main() -> None:
         slots = FairSlots(1, 100)
@@ -90,10 +92,10 @@ def test_time_without_requests_earns_no_credit() -> None:
 
 
 def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None:
-    """If the queue is full, the newest request of the user with most requests makes room for a
-    newcomer.
+    """If the queue is full, a newcomer's request replaces the newest request of the user with most
+    requests.
 
-    The removed request does not get its place back. Two floods share the queue evenly.
+    The removed request does not get its place back. Two users who flood the queue share it evenly.
     """
 
     async def main() -> None:

@@ -157,7 +157,8 @@ def test_impossible_requests_to_a_model_are_refused(fields: dict[str, Any], word
 
 
 def test_a_thinking_budget_lets_every_rollout_answer() -> None:
-    """At the thinking budget, a text that begins the answer ends a rollout's thinking.
+    """When a rollout reaches its thinking budget, atts appends a text that ends the thinking and
+    begins the answer.
 
     `max_tokens` limits the whole rollout.
     """

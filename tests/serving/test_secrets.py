@@ -68,8 +68,8 @@ def texts_in(folder: Path) -> dict[str, str]:
 
 
 def echoes(got: Iterable[tuple[int, str]]) -> int:
-    """Count the replies that pass on an upstream server's echo of the headers, with the key
-    replaced.
+    """Count the replies that contain request headers echoed by an upstream server; atts has
+    replaced the key in them.
     """
     return sum("[API key]" in text for _, text in got)
 

@@ -23,8 +23,8 @@ LETTERS = "ab\n"
 
 
 def shown_by_definition(text: str, stop: Sequence[str]) -> str:
-    """Return the text that a client sees by definition, trying each beginning of the text in
-    turn.
+    """Return the text before the first complete stop string, which is by definition what a client
+    sees.
     """
     for end in range(1, len(text) + 1):
         ending = [one for one in stop if text[:end].endswith(one)]

@@ -221,8 +221,8 @@ def test_a_server_shows_what_is_in_flight() -> None:
 
 
 def test_busy_shares_forget_what_is_old() -> None:
-    """The shares of time in which engines are busy cover only the last minute, which bounds their
-    memory.
+    """The share of time in which an engine is busy covers only the last minute, so the memory for
+    it is bounded.
     """
     busy = BusyShare()
     for second in range(10_000):

@@ -274,8 +274,8 @@ def of_speculation(python: Path, models: Sequence[str], rounds: int) -> Iterator
             equal = sum(map(operator.eq, found.texts, timed["none"][0].texts))
             count = len(found.texts)
             seen = f"{equal} of {count} texts equal those of the first server without speculation"
-            # on a CPU, the result for a row depends on how many rows are computed together, so
-            # texts differ where two tokens are almost equally likely
+            # on a CPU, results depend on how many rows are computed together, so texts differ where
+            # two tokens are almost equally likely
             yield f"{way}: greedy texts, round {number}", seen, _word(equal >= count / 2)
             if found.accepted is not None:
                 say(f"{way}: {found.accepted:.2f} of the proposed tokens were accepted")

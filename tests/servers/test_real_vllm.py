@@ -74,8 +74,8 @@ def test_greedy_texts_are_equal_with_and_without_speculation() -> None:
 def test_a_servers_own_speculation_is_timed_and_its_wrong_texts_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The probe must refuse servers whose speculation makes sampled texts wrong, as vLLM's for
-    processors does.
+    """The probe refuses servers whose speculation makes sampled texts wrong, as that of vLLM on a
+    CPU does.
     """
 
     @contextmanager

@@ -27,15 +27,15 @@ class Machine:
     """A simulated machine: proposed tokens are accepted independently, and step times are noisy."""
 
     ends = 0.01
-    # share of sequences that are replaced per step, and seconds for each sequence that gets its
-    # first proposal
+    # `ends` is the share of sequences that are replaced per step; `catching_up` is the time in
+    # seconds for a sequence's first proposal
     catching_up = 0.0
 
     def __init__(
         self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0
     ) -> None:
-        """Simulate a machine that takes `per_token` to propose each token, and `once` in addition
-        for a step that proposes.
+        """Simulate a machine on which each proposed token takes `per_token` seconds, and each step
+        with proposals takes `once` seconds more.
         """
         self.control = GoodputControl(MOST)
         self._known = set[int]()
@@ -46,10 +46,12 @@ class Machine:
         self._random = np.random.default_rng(seed)
         self._new = count(1)
         self._keys: list[int] = []
-        self.expected = self.came = 0.0  # seconds of the steps that have a forecast
-        # true and reported seconds that the same number of tokens would take without proposals
+        # predicted and simulated seconds of the steps that have a prediction
+        self.expected = self.came = 0.0
+        # seconds that the same tokens would take without proposals, and the reported seconds that
+        # proposals save
         self.plain = self.saved = 0.0
-        self.looked: list[int] = []  # number of steps that each forecast stands for
+        self.looked: list[int] = []  # number of steps that each measured step represents
 
     def steps(
         self, number: int, sequences: int, acceptance: float, others: int = 0
@@ -130,7 +132,9 @@ def straight(start: float, slope: float) -> Table:
 
 
 def random_table(seed: int, most: int) -> Table:
-    """Draw monotone step times with cliffs, and with a slope that changes from octave to octave."""
+    """Make random step times that rise with the number of rows, with jumps; the slope changes at
+    each doubling of the rows.
+    """
     random = np.random.default_rng(seed)
     slopes = random.exponential(0.4, 16) ** 2
     rises: NDArray[np.float64] = slopes[np.log2(np.arange(1, most + 1)).astype(int)]
@@ -144,10 +148,10 @@ def random_table(seed: int, most: int) -> Table:
 def test_chosen_lengths_are_near_the_best_on_random_step_times(
     sequences: int,
 ) -> None:
-    """On random step times, goodput with chosen lengths is at least 0.97 of the best fixed length
-    and of plain decoding.
+    """On random step times, chosen lengths reach at least 0.97 of the goodput of plain decoding.
 
-    Gains below 6 % may be missed.
+    They also reach 0.97 of the goodput of the best fixed length, unless this length gains less than
+    6 % over plain decoding.
     """
     best_lengths = set[int]()
     for seed in range(6):
@@ -171,7 +175,7 @@ def test_chosen_lengths_are_near_the_best_on_random_step_times(
 
 
 def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
-    """A drafter with a high fixed cost gets long requests.
+    """The engine asks a drafter with a high fixed cost for long proposals.
 
     The cost of proposing one token does not predict the cost of eight, so both are learned.
     """
@@ -214,8 +218,8 @@ def test_the_cost_of_new_texts_is_included(
 def test_repeated_decisions_are_made_less_often(
     acceptance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After many steps only one step in 64 makes a decision, and a proposer that is off is hardly
-    ever tried.
+    """After many steps, fewer than 30 of 640 steps choose new proposal lengths, and a proposer that
+    does not pay is hardly ever tried.
     """
     decide = GoodputControl._decide  # pyright: ignore[reportPrivateUsage]
     made = list[int]()
@@ -240,12 +244,14 @@ def mean(lengths: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("sequences", [1, 8])
 def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
-    """Speculation is off within 200 steps, and on again within 1,500 if a proposed token costs a
-    third of a step.
+    """If acceptance falls to 0.2, speculation is off within 200 steps; if it rises again to 0.9,
+    speculation is on within 1,500 steps.
+
+    A proposed token costs a third of a step.
     """
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
-    # the mean length is not 0, because lengths are tried again twice with four tokens
+    # the mean length is not 0, because proposals of four tokens are tried twice more
     assert mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33
     assert mean(list(machine.steps(1600, sequences, 0.9))[-100:]) > 0.8
 
@@ -264,9 +270,9 @@ def test_less_is_proposed_with_more_sequences() -> None:
 
 
 def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
-    """In a step with a prompt, no unlikely tokens are proposed.
+    """In a step that also feeds a prompt, unlikely tokens are not proposed.
 
-    Rows that cost nothing in a step with a few sequences cost time in such a step.
+    Additional rows are free in a step of few sequences, but cost time in a step with a prompt.
     """
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 16), 1e-5)
     alone = mean(list(machine.steps(400, 2, 0.6))[-100:])
@@ -276,9 +282,9 @@ def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
 
 
 def test_one_step_in_eight_is_measured_between_decisions() -> None:
-    """Between decisions, one step in eight is measured and represents the steps between.
+    """Between decisions, only one step in eight is measured, and it represents all eight.
 
-    Measuring takes a good part of a small model's step.
+    Measuring takes a considerable part of a small model's step.
     """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     assert np.mean([any(lengths) for lengths in [*machine.steps(600, 4, 0.95)][-200:]]) > 0.9
@@ -289,7 +295,9 @@ def test_one_step_in_eight_is_measured_between_decisions() -> None:
 
 
 def test_prompts_between_other_steps_change_no_lengths() -> None:
-    """A prompt is fed once whatever is proposed, so only the other steps decide which length pays."""
+    """Feeding a prompt takes the same time with and without proposals, so only steps without
+    prompts decide which length pays.
+    """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     machine.ends = 0.0
     before = [*machine.steps(600, 4, 0.95)][-1]
@@ -302,7 +310,7 @@ def test_prompts_between_other_steps_change_no_lengths() -> None:
 
 
 def test_predicted_step_times_are_accurate() -> None:
-    """Predicted step times equal the simulated step times except for noise."""
+    """The sum of the predicted step times is within 5 % of the sum of the simulated ones."""
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(600, 4, 0.8))
     assert machine.expected / machine.came == pytest.approx(1, abs=0.05)
@@ -310,8 +318,8 @@ def test_predicted_step_times_are_accurate() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.3])
 def test_the_reported_gain_is_the_real_one(acceptance: float) -> None:
-    """The reported gain equals the real gain over steps without proposals for as many tokens,
-    although only a few of these steps are measured.
+    """The reported gain over decoding without proposals is near the real gain, although only a few
+    steps without proposals are measured.
     """
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(2000, 2, acceptance))
@@ -339,9 +347,10 @@ def test_acceptance_is_not_biased_by_untested_positions() -> None:
 
 
 def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
-    """Estimated step times rise between and beyond the measured numbers of rows.
+    """Estimated step times never fall as the number of rows rises, between and beyond the measured
+    numbers.
 
-    One outlier changes little, and a new load starts from the most similar load.
+    One outlier changes little. Estimates for a new load start from those of the most similar load.
     """
     costs = StepCosts(wanders=False)
     where = condition(is_mixed=False, context=100, sequences=1)
@@ -365,10 +374,10 @@ def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_slow_period_does_not_distort_the_costs_of_sizes(seed: int) -> None:
-    """Large steps come while the machine is slow and small ones mostly while it is fast, but the
-    estimated ratio of their costs is correct.
+    """The estimated cost ratio of large and small steps is near the true one, although the machine
+    is slow during large steps.
 
-    The medians of both sizes would give twice the true ratio.
+    The ratio of the median times would be nearly twice the true ratio.
     """
     random = np.random.default_rng(seed)
     costs = StepCosts()

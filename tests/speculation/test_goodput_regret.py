@@ -23,7 +23,7 @@ DRAFTS = {
     "weak": (0.67, 0.67),
     "useless": (0.2, 0.2),
 }
-"""Acceptance of a proposal's first two tokens, and of its other tokens."""
+"""Acceptance rates of each draft: of a proposal's first two tokens, and of its other tokens."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Text:
 class Machine:
     """A simulated machine that writes texts, with chosen or fixed proposal lengths."""
 
-    # Seconds that measuring a step takes; a step that is not measured takes an eighth of this.
+    # Seconds that measuring adds to a step; a step that is not measured costs an eighth of this.
     looking = 4e-5
 
     def __init__(
@@ -54,7 +54,7 @@ class Machine:
         self._slowness = 1.0
 
     def rate(self, steps: int, sequences: int) -> float:
-        """Return the tokens per second over this many steps, as on a machine that is not shared."""
+        """Return the tokens per second over this many steps, without the noise of a shared machine."""
         each = [self._step(sequences) for _ in range(steps)]
         return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
 
@@ -83,8 +83,8 @@ class Machine:
     def _written(
         self, lengths: list[int]
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Return tokens, seconds on a quiet machine, measured seconds of proposing and of the step,
-        and accepted tokens.
+        """Return the tokens, the seconds without noise, the measured seconds of proposing and of
+        the step, and each sequence's accepted tokens.
         """
         proposing = 1.5e-4 * any(lengths)
         tokens = 0
@@ -111,7 +111,9 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """Add a tenth to some times, a half to one in fifty, and much more on a shared machine."""
+        """Add 5 % on average, 50 % on average to one time in fifty, and much more on a shared
+        machine.
+        """
         if self._is_shared:
             if self._random.random() < 0.01:
                 self._slowness = float(np.exp(0.35 * self._random.normal()))
@@ -124,15 +126,15 @@ class Machine:
 
 @cache
 def fixed(draft: str, sequences: int) -> dict[int, float]:
-    """Return the tokens per second with proposal lengths that never change."""
+    """Return the tokens per second of each fixed proposal length."""
     return {k: Machine(k, draft).rate(400, sequences) for k in (0, 2, 4, 8, 12)}
 
 
 @pytest.mark.parametrize("sequences", [1, 4, 16, 64])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_little_is_lost_against_the_best_length(draft: str, sequences: int) -> None:
-    """Goodput is at least 0.97 of plain decoding from the first step on, and later near the best
-    fixed length.
+    """Goodput is at least 0.97 of plain decoding in the first 1,200 steps, and at least 0.95 of the
+    best fixed length afterwards.
     """
     rates = fixed(draft, sequences)
     machines = [Machine(GoodputControl(MOST), draft, seed) for seed in range(3)]
@@ -162,17 +164,17 @@ DEAR = {
     1: (1.0, 1.99, 2.8, 4.28, 5.4), 2: (1.0, 2.55, 3.75, 6.2, 8.2), 4: (1.0, 3.13, 4.72, 7.57, 9.6),
     8: (1.0, 3.33, 4.91, 7.75, 9.9),
 }  # fmt: skip
-"""Seconds of the embedded target's steps with 1, 3, 5, 9 and 13 rows per sequence, relative to 1
-row, by number of sequences.
+"""Step times of the embedded target with 1, 3, 5, 9 and 13 rows per sequence, relative to 1 row,
+for each number of sequences.
 """
 
 
 class Rounds(Machine):
-    """A machine that writes rounds of two texts per sequence, 60 to 300 tokens each, begun
-    together.
+    """A machine that writes in rounds of two texts per sequence; each text has 60 to 300 tokens.
 
-    Prompts are fed between the rounds. Steps take as long as those of the embedded target on one
-    core, where rows of proposals are hardly cheaper than rows of other sequences.
+    Prompts of new texts are fed together with the running texts. Steps take as long as those of the
+    embedded target on one core, where rows of proposals are hardly cheaper than rows of other
+    sequences.
     """
 
     looking = 8e-5
@@ -226,7 +228,7 @@ class Rounds(Machine):
     def _fed(
         self, lengths: list[int], others: int
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Return the result of `_written` for a step that also has other tokens."""
+        """Return the result of `_written` for a step that also feeds this many prompt tokens."""
         tokens, seconds, (proposing, _), rounds = self._written(lengths)
         count = len(lengths)
         total = len(lengths) + sum(lengths)
@@ -264,7 +266,7 @@ CHEAP = {
     1: (1.0, 2.56, 3.46, 5.65, 7.26), 2: (1.0, 2.3, 3.03, 4.68, 6.18), 4: (1.0, 2.02, 3.06, 4.9, 6.85),
     8: (1.0, 2.11, 3.08, 5.46, 7.88), 16: (1.0, 2.24, 3.63, 6.44, 9.25), 32: (1.0, 1.92, 3.09, 5.53, 7.96),
 }  # fmt: skip
-"""Relative times of the target's steps on another machine, where proposals pay."""
+"""Relative step times of the target on another machine, where proposals gain time."""
 
 
 class Opened(Rounds):
@@ -288,8 +290,8 @@ class Opened(Rounds):
 
 @pytest.mark.parametrize("sequences", [2, 4])
 def test_interrupted_first_steps_do_not_hide_what_pays(sequences: int) -> None:
-    """The first steps of a new engine are slow and suggest that proposals do not pay; later trials
-    correct this impression.
+    """The first steps of a new engine are slow, which suggests that proposals do not pay; later
+    trials correct this.
     """
     fixed = max(Opened(k, "embedded").rate_of(6000 * sequences, sequences) for k in (4, 8))
     kept = list[float]()
@@ -330,17 +332,17 @@ class Prompts(Machine):
         ("weaker", 1, 0.04, 0.97),
         ("weaker", 8, 0.04, 0.97),
         ("embedded", 4, 0.04, 0.97),
-        ("embedded", 4, 0.01, 0.97),  # proposals that nearly gain time are rarely stopped
-        # the loss by these proposals is as small as the error of the estimated time of a plain step
+        ("embedded", 4, 0.01, 0.97),  # proposals that lose only a little time are rarely stopped
+        # their loss is no larger than the error in the estimated time of a plain step
         ("embedded", 4, 0.003, 0.96),
     ],
 )
 def test_a_run_loses_little_whatever_misleads_the_forecasts(
     draft: str, sequences: int, reading: float, least: float
 ) -> None:
-    """If forecasts promise a gain but whole runs lose, measured losses stop the proposals.
+    """If forecasts promise a gain but whole runs lose, the measured losses stop the proposals.
 
-    The forecasts leave out the time in which the drafter reads prompts.
+    Here the forecasts are wrong, because they leave out the drafter's time for reading prompts.
     """
     for seed in range(3):
         plain = Prompts(0, draft, seed, reading).rate(8000, sequences)

@@ -1,4 +1,4 @@
-"""Tests of the pure parts of speculation: ratio tests, and proposers that look text up."""
+"""Tests of proposers that find likely tokens in earlier texts, and of the counters of speculation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def ask(
 
 
 def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
-    """Proposals follow the hint from its start, after accepted tokens, and wherever the text agrees
-    with the hint again.
+    """Proposals follow a hint, which is a guess at the text: from its start, after accepted tokens,
+    and wherever the text returns to the hint.
     """
     hints = HintProposer()
     hint = tuple(range(10, 30))
@@ -39,7 +39,8 @@ def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
 
 
 def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
-    """A proposal continues the longest match in the text or its siblings, also finished ones.
+    """A proposal continues the longest match in the text or its siblings, including finished
+    siblings.
 
     Texts of other problems are not searched.
     """
@@ -57,8 +58,8 @@ def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
 
 
 def test_confidence_in_matches_follows_their_acceptance() -> None:
-    """Confidence in matches of a length falls if their tokens are rejected, and rises if they are
-    accepted.
+    """Confidence in matches of a given length falls if tokens proposed from them are rejected, and
+    rises if they are accepted.
     """
     suffixes = SuffixProposer()
     text = (1, 2, 3, 4, 5, 6)
@@ -72,8 +73,8 @@ def test_confidence_in_matches_follows_their_acceptance() -> None:
 
 
 def test_the_next_request_of_a_rollout_continues_its_text() -> None:
-    """Tokens of the rollout's earlier requests are not counted again, and discarded tokens can
-    still be matched.
+    """Tokens of a rollout's earlier requests are counted once, and discarded tokens can still be
+    matched.
     """
     suffixes = SuffixProposer()
     first = (1, 2, 3, 40, 41, 42, 43)

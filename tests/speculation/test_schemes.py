@@ -22,7 +22,7 @@ def expected_tokens(accepted: float, proposed: int) -> float:
 def used(
     control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1
 ) -> Counter[int]:
-    """Return how often each scheme is used if step times vary by a fifth."""
+    """Return how often each scheme is used if step times vary by up to a fifth."""
     draw = random.Random(seed)
     found = Counter[int]()
     for step in range(steps):
@@ -34,7 +34,7 @@ def used(
 
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
-    """The fastest scheme gets nearly all steps, whichever it is, if speeds are a tenth apart."""
+    """If one scheme is 10 % faster than the others, it gets nearly all steps, whichever it is."""
     control = SchemeControl(3)
     found = used(
         control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000
@@ -59,9 +59,7 @@ def test_trials_of_schemes_lose_little(slow: float) -> None:
 
 
 def test_a_change_of_the_fastest_scheme_is_noticed() -> None:
-    """When the text changes and another scheme becomes the fastest, the choice uses that scheme
-    within some turns.
-    """
+    """If another scheme becomes the fastest, it is used for most of the later steps."""
     control = SchemeControl(2)
     used(control, lambda step: (2.0, 1.0), 3000)
     assert used(control, lambda step: (1.0, 2.0), 6000, seed=2)[1] >= 4000
@@ -76,9 +74,7 @@ def test_each_load_has_its_own_best_scheme() -> None:
 
 
 def test_nearly_equal_loads_are_one_load() -> None:
-    """With seven, eight and again seven sequences, every scheme is tried once and the fastest is
-    used.
-    """
+    """Seven and eight sequences count as one load: every scheme is tried, and the fastest is used."""
     control = SchemeControl(2)
     found = Counter[int]()
     for step in range(2000):
@@ -94,11 +90,11 @@ def test_a_single_scheme_is_always_used() -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A simulated sequence whose tokens are accepted independently, with guesses, length and
-    seconds for each scheme.
+    """A simulated sequence whose tokens are accepted independently.
 
-    The first scheme always has a proposal, and the others only after a correct guess. The last
-    scheme uses the target's early exit.
+    For each scheme, `guessed` has the probability that its proposal is ready, `lengths` the
+    proposal's length, and `seconds` the time of a step. The first scheme always has a proposal, and
+    the others only after a correct guess. The last scheme uses the target's early exit.
     """
 
     accepted: float
@@ -141,8 +137,8 @@ class Machine:
 
 
 def test_a_useful_early_exit_is_found() -> None:
-    """With a draft that is often wrong, on its own device, Mirror is the fastest scheme and gets
-    nearly all steps.
+    """With a draft that is often wrong and runs on its own device, the scheme Mirror is the fastest
+    and gets nearly all steps.
     """
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15))
     assert machine.best() == 3
@@ -152,8 +148,8 @@ def test_a_useful_early_exit_is_found() -> None:
 
 
 def test_an_early_exit_that_cannot_pay_is_not_tried() -> None:
-    """With a cheap and accurate draft hardly any outcome is missed, so drafting before the step is
-    the fastest.
+    """With a cheap and accurate draft, drafting before each step is the fastest scheme, and the
+    scheme with the early exit is not tried.
     """
     machine = Machine(0.98, (1.0, 0.9, 0.95, 0.99), (8, 8, 8, 8), (1.3, 1.8, 2.5, 1.6))
     assert machine.best() == 0
@@ -165,7 +161,9 @@ def test_an_early_exit_that_cannot_pay_is_not_tried() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 @pytest.mark.parametrize("slow", [1.8, 4.0])
 def test_a_slow_early_exit_is_dropped(slow: float, seed: int) -> None:
-    """The exit would pay at the speed of the other schemes but is slower, which a few steps show."""
+    """The early exit would pay at the usual step time of its scheme, but its steps are slower, so
+    it is used in few steps.
+    """
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15 * slow))
     assert machine.best() == 2
     found, regret = machine.run(8000, seed)

@@ -12,7 +12,9 @@ soak = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
 
 @pytest.fixture(scope="session")
 def law() -> Any:
-    """Make simulated reasoning from the synthetic library, which is the same on every machine."""
+    """Return the distribution of simulated rollouts from the synthetic library, which is the same
+    on every machine.
+    """
     return work.TraceLaw(work.synthetic_library(questions=20), seed=3)
 
 
@@ -24,7 +26,9 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def tally(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Solve for a second under faults, cancels and drift, with at least one run of each kind."""
+    """Solve problems for a second under faults, cancellations and drift, with at least one run of
+    each kind.
+    """
     return anyio.run(
         soak.soak, tmp_path_factory.mktemp("soak"), 1.0, 0, ("cancelled and resumed", "drift")
     )

@@ -126,8 +126,8 @@ def _marks(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
-    """Return the header of every table and the names of pictures in each marked part, without the
-    numbers.
+    """Return the headers of the tables and the number of pictures in each marked part, without the
+    figures in the tables.
     """
     found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
     for part in pages.MARK.finditer(page):
@@ -239,8 +239,8 @@ def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(sm
 
 
 def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
-    """The best arm is chosen in other rounds than those in which arms are compared, because luck in
-    the same rounds would favour it.
+    """The best arm is chosen and compared in different rounds, because in the same rounds luck
+    would favour it.
     """
     random = np.random.default_rng(0)
     found = list[float]()
@@ -257,7 +257,7 @@ def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
 
 
 def test_the_best_arm_is_named() -> None:
-    """Both arms are named if the halves of the rounds disagree."""
+    """If the two halves of the rounds disagree about the best arm, both arms are named."""
     values = {"a": [1.0, 1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0, 2.0], "chosen": [1.0, 1.0, 1.0, 2.0]}
     names, spread = harness.beside_best(values, ["a", "b"], "chosen")
     assert names == ["a"]

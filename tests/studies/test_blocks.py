@@ -1,5 +1,5 @@
-"""Tests of the study of a zoo with one loop: saved work is counted, and the memory of processes is
-measured.
+"""Tests of the study of a model zoo served by one engine loop: it counts shared work, and measures
+the memory of processes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from scripts.studies.blocks import ALIKE, TENANTS, Arm, Arrival, arrive, make_fa
 
 
 def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
-    """Requests with their own prompts and with common prompts come at the same moments from the
-    same tenants.
+    """Requests come at the same moments from the same tenants, whether their prompts differ or are
+    common.
     """
     own, common = (arrive(40, 2.0, 1, prompts) for prompts in ("own", "common"))
     assert [(one.at, one.tenant) for one in own] == [(one.at, one.tenant) for one in common]
@@ -23,8 +23,8 @@ def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
 
 
 def test_what_tenants_have_in_common_is_computed_once(tmp_path: Path) -> None:
-    """If prompts differ, one loop computes as many rows as four engines; if all tenants use one
-    prompt, the loop computes fewer rows.
+    """If prompts differ, one loop computes about as many rows as four separate engines; if all
+    tenants use one prompt, it computes fewer.
     """
     zoo = make_family(tmp_path, 1)
     one = Arm(zoo, shares=True)
@@ -45,8 +45,8 @@ WRITING = "import sys; print(flush=True); sys.stdin.readline(); held = b'1' * 20
 
 
 def test_a_process_takes_what_it_has_written() -> None:
-    """A megabyte that a process has written adds to its memory, measured in kilobytes as its share
-    of pages.
+    """Memory that a process has written counts in the process's memory, measured in kilobytes with
+    its share of common pages.
     """
     with subprocess.Popen(
         [sys.executable, "-S", "-c", WRITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE

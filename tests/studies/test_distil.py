@@ -14,7 +14,7 @@ pytestmark = pytest.mark.checkout
 
 
 def trip(kl: float, escalated: list[float], correct: list[float]) -> dict[str, Any]:
-    """Return the measurements of a finished training trip, for two problems that are alike."""
+    """Return the measurements of a finished training trip, with the same values for two problems."""
     return {
         name: {"KL": [kl, kl], "escalated": escalated, "correct": correct} for name in ("a", "b")
     }

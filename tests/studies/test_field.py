@@ -34,21 +34,23 @@ def planted(right: int, draft: int, scored: int, target: int, drawn: int = 0) ->
 
 
 def test_prices_were_computed_by_hand() -> None:
-    """Prices equal those computed by hand: drawn tokens take no step, scored tokens are fed, and
-    four GPUs cost four times as much as one.
+    """Prices equal those computed by hand.
+
+    Tokens that the target samples while it scores take no step of their own, and scored tokens cost
+    as much as prefilled ones. Four GPUs cost four times as much as one.
     """
     step = modelled.Cost(step=0.064, sequence=0.0, cached=0.0, prefilled=0.0001)
     prices = arms.Prices("toy", 1e9, 10e9, step, step, draft_gpus=1, target_gpus=4)
     one = planted(5, draft=1000, scored=500, target=300, drawn=100)
     assert arms.decoded_by_target(one) == 200
     assert prices.tflops(one) == pytest.approx(2 * (1000 * 1e9 + 800 * 10e9) / 1e12)
-    # a full step of 64 sequences takes 64 ms, so a token is a millisecond
+    # a full step of 64 sequences takes 64 ms, so a token takes 1 ms
     assert prices.gpu_seconds(one) == pytest.approx(1.0 + 4 * (0.2 + 0.05))
 
 
 def test_the_cheapest_run_of_each_accuracy_is_on_the_frontier() -> None:
-    """A more expensive run of equal accuracy is not on the frontier, and the table is sorted by
-    cost.
+    """A run that costs more than another of the same accuracy is not on the frontier, and the table
+    is sorted by cost.
     """
     found = [
         ("dear", planted(5, 4000, 0, 0)),
@@ -66,7 +68,7 @@ def test_the_cheapest_run_of_each_accuracy_is_on_the_frontier() -> None:
 
 
 def test_a_chart_with_bands_draws_one_around_each_line() -> None:
-    """Two points give an area as the band, and a single point gives a stroke."""
+    """A band with two points is drawn as an area, and a band with a single point as a stroke."""
     found = [
         ("line", planted(5, 1000, 0, 0)),
         ("line", planted(6, 2000, 0, 0)),
@@ -84,8 +86,8 @@ def test_a_chart_with_bands_draws_one_around_each_line() -> None:
 
 
 def test_every_method_of_the_field_is_a_run() -> None:
-    """The quick study of the field has one point for each method except DeepConf; the default study
-    has several points for all methods.
+    """The default study of the field has eight methods, and every point of the quick study has the
+    settings of a run.
     """
     names = {method for method, _ in arms.field_arms(harness.Options())}
     assert len(names) == 8

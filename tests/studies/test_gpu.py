@@ -54,8 +54,8 @@ def file_of(root: Path, name: str) -> Path | None:
 
 
 def closure(root: Path) -> tuple[set[str], set[str]]:
-    """Return the foreign packages that the study and its children import at the start, and the
-    names taken from msgspec.
+    """Return the packages outside the project that the study and its child processes import at
+    start-up, and the names that they use from msgspec.
     """
     pending = ["scripts.studies.gpu", "atts.local.child"]
     known = set[str]()
@@ -80,7 +80,7 @@ def closure(root: Path) -> tuple[set[str], set[str]]:
 
 
 def dotted(text: str) -> set[str]:
-    """Return the names that a module reads from msgspec if it imports msgspec whole."""
+    """Return the names that a module reads as attributes of msgspec."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
     return {
         node.attr
@@ -106,7 +106,7 @@ def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
 
 
 def cell(done: list[str], name: str, seconds: float, own: Any) -> None:
-    """Do the job of one cell, and record that the study measured the cell."""
+    """Let the study measure one cell, and record the cell's name when it is measured."""
 
     def measure() -> dict[str, int]:
         done.append(name)
@@ -147,8 +147,8 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
 def test_a_device_that_answers_no_more_is_left_to_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a job breaks the device, a new process runs the same command without this job, in the
-    remaining time.
+    """If a job breaks the device, a new process runs the same command without this job, until the
+    same deadline.
     """
 
     def fail(own: Any) -> None:
@@ -186,8 +186,8 @@ def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
 
 
 def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
-    """The tables have ratios to the hardware limit, to `generate` and to target-only, over cells
-    that were measured for both numbers of a ratio.
+    """The tables compare results with the hardware limit, with `generate` and with target-only, and
+    use only cells for which both numbers were measured.
     """
     own = lab(tmp_path)
     shape = gpu.shape_of(own, "8M")
@@ -247,8 +247,8 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
 
 
 def test_random_models_write_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device, the kernel's check and the rates work on a CPU, and a second call measures
-    nothing again.
+    """On a CPU, the study measures the device and the rates and checks the kernel; a second call
+    measures nothing again.
     """
     kept = {"device", "kernel", "rates 8M"}
     every = gpu.jobs

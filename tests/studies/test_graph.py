@@ -66,15 +66,15 @@ library = pytest.importorskip("scripts.studies.modelled", reason="needs a checko
 
 @pytest.fixture(scope="session")
 def questions(shared_data: Path) -> Any:
-    """Return the stages of run ct0 with the durations fitted to it."""
+    """Return the stages of the recorded rollouts of run ct0, with durations fitted to that run."""
     return work.stages(library.recorded_rollouts(shared_data / "traces"))
 
 
 def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend) -> None:
     """On real rollouts no slot is idle while work is ready.
 
-    The time is within 3 % of max(work / slots, longest rollout), 1.35 times shorter than with the
-    barrier, and no rollout waits for siblings.
+    The run takes at most 3 % longer than max(work / slots, longest rollout); with the barrier it
+    takes at least 1.35 times as long. No rollout waits for siblings.
     """
     rollouts = [stages for samples in questions.values() for stages in samples]
     seconds, recording = run_virtual(

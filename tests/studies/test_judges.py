@@ -25,7 +25,7 @@ harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkou
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Record the bank of six toy problems."""
+    """Record a bank of rollouts of six toy problems."""
     path: Path = tmp_path_factory.mktemp("bank") / "bank.jsonl"
     problems = toy_problems(6, 5)
 
@@ -44,7 +44,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> None:
-    """The chunks of each rollout are contiguous, and both models have a number for every token."""
+    """The chunks of each rollout are contiguous, and every token has a log-probability from both
+    models.
+    """
     problems = judges.load(recorded)
     assert len(problems) == 6
     for problem in problems:
@@ -66,7 +68,7 @@ def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> No
 
 
 def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: Path) -> None:
-    """A problem without its mark of completion is left out, and so is a torn line."""
+    """A problem without a record of its completion is not read, and neither is an incomplete line."""
     text = recorded.read_text(encoding="utf-8")
     whole = [json.loads(line) for line in text.splitlines()]
     complete = [entry["problem"] for entry in whole if entry["kind"] == "complete"]
@@ -115,7 +117,9 @@ def test_a_problem_is_saved_as_soon_as_it_is_complete(
 def test_a_bank_is_read_in_the_order_of_its_list(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Problems are recorded in any order, but the tables treat the same problems as the first."""
+    """The tables do not depend on the order in which the problems were recorded, because the bank
+    lists the order of problems.
+    """
     names = [problem.name for problem in judges.load(recorded)]
     folder = tmp_path / "bank"
     folder.mkdir()
@@ -141,8 +145,8 @@ def test_a_bank_is_read_in_the_order_of_its_list(
 def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
     recorded: Path, tmp_path: Path, lacks: str
 ) -> None:
-    """Records of an earlier version are unchanged, and the numbers that they lacked are added and
-    equal those of a new bank.
+    """Records of an earlier version stay unchanged. The numbers that they lack are added, and equal
+    those of a new bank.
     """
     path = tmp_path / "bank.jsonl"
     problems = toy_problems(6, 5)
@@ -196,7 +200,9 @@ def test_the_split_shares_both_halves_among_both_sources() -> None:
 def test_scores_are_chosen_on_development_problems_alone(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tables state their number of problems; the fresh half is used for a single score."""
+    """Tables that compare scores use the four development problems; tables of the confirmation half
+    use its two problems.
+    """
     monkeypatch.setenv("ATTS_BANK", str(recorded.parent))
     monkeypatch.setattr(judges, "LOOKED_AT", 0)
     monkeypatch.setattr(judges, "RESAMPLES", 50)
@@ -216,9 +222,10 @@ def test_scores_are_chosen_on_development_problems_alone(
 
 
 def judged(count: int, gain: int, seed: int) -> list[Any]:
-    """Make problems with one takeover each, whose gain follows the target's log-probabilities.
+    """Make problems with one takeover each, whose gain depends on the target's log-probabilities.
 
-    A chunk that the target finds unlikely gains if `gain` is 1, and loses if it is -1.
+    On a chunk that the target finds unlikely, the takeover gains if `gain` is 1, and loses if it is
+    -1.
     """
     random = np.random.default_rng(seed)
     made: list[Any] = []
@@ -255,8 +262,9 @@ def judged(count: int, gain: int, seed: int) -> list[Any]:
 def test_the_judge_that_is_confirmed_is_fitted_on_the_other_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On problems whose gains follow the opposite rule, a judge from the other half is wrong, and a
-    judge that is cross-validated on the problems themselves is right.
+    """A judge fitted on the other half is wrong on problems whose gains follow the opposite rule.
+
+    A judge that is cross-validated on these problems is right.
     """
     monkeypatch.setattr(judges, "RESAMPLES", 50)
     others = judged(40, 1, 1)
@@ -273,14 +281,15 @@ def test_the_judge_that_is_confirmed_is_fitted_on_the_other_half(
 
 
 def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any]:
-    """Make a rollout with the fields of the bank that a vote needs."""
+    """Make a rollout with only the fields that a vote needs."""
     return {"answer": answer, "correct": correct, "tokens": length}
 
 
 def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
-    """A tied vote is correct with the probability of a random choice.
+    """A tied vote is correct with the probability that a random choice among the tied answers is
+    correct.
 
-    Weights break ties, and without an answer there is no vote.
+    Weights break ties, and rollouts without an answer do not vote.
     """
     problem = judges.BankProblem("p")
     split = [rollout("1", True), rollout("2", False), rollout(None, False)]
@@ -290,8 +299,9 @@ def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
 
 
 def planted(costly: int) -> list[Any]:
-    """Make problems on half of which the draft's votes scatter; there only the target is correct,
-    and writes this many tokens instead of 10.
+    """Make problems on half of which the draft's rollouts all give different answers.
+
+    On this half only the target is correct, and its rollouts have `costly` tokens instead of 10.
     """
     problems = []
     for index in range(40):
@@ -309,8 +319,8 @@ def planted(costly: int) -> list[Any]:
 
 
 def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
-    """Only the target is correct where the draft's votes scatter, so the coin wastes half of its
-    escalations.
+    """The cascade escalates the problems with scattered votes, and only the target is correct on
+    them. Random escalation at the same rate wastes half of its escalations.
     """
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(10)).rows}
     assert rows["cascade 8 + 4", 0.5][3] == 1.0
@@ -322,11 +332,11 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
 
 
 def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
-    """On forty planted problems, half of them scattered, the gain of each class equals an
-    enumeration.
+    """On forty planted problems, half of them with scattered votes, the rows of the table equal
+    values computed by hand.
 
-    Escalated problems are all scattered, so at rate 0.3 the cascade has 0.5 + 0.3 correct. A single
-    rollout of the target ties with the draft's five different answers, which gives 1/5 of the
+    Escalated problems all have scattered votes, so at rate 0.3 the cascade has 0.5 + 0.3 correct. A
+    single rollout of the target ties with the draft's four different answers, so it wins 1/5 of the
     remaining 0.5.
     """
     rows = {row[0]: row for row in judges.classes_table(planted(10)).rows}
@@ -336,7 +346,7 @@ def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
     assert rows["stop, one, four"][3].startswith(f"{0.5 + 0.2 + 0.3 / 5:.3f}")
     assert rows["more drafts, then four"][3].startswith("0.800")
     # one rollout for every problem is less than four rollouts for 0.3 of the problems, so this row
-    # costs less
+    # has fewer target tokens
     assert [row[5] for row in rows.values()] == [12, 10, 12, 12, 12]
 
 
@@ -353,8 +363,8 @@ def test_simulated_problems_have_the_accuracies_that_were_asked_for() -> None:
 
 
 def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> None:
-    """The judge finds gains if the target's doubt marks the chunks where a takeover gains, but none
-    if the marks are random.
+    """The judge finds all gains if the target's log-probabilities mark the chunks where a takeover
+    gains, and few if these are random.
     """
     found = []
     for skill in (1.0, 0.0):
@@ -385,8 +395,8 @@ def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> Non
 
 
 def test_agreement_at_a_step_is_the_share_of_siblings_with_its_last_number() -> None:
-    """The last number of a chunk is looked for in the siblings, and as a whole number; a chunk
-    without a number agrees with everyone.
+    """A chunk agrees with a sibling that contains the chunk's last number as a whole number. A
+    chunk without a number agrees with every sibling.
     """
     texts = [["so 3 + 4 = 7.", "\n\nThus 1,250."], ["3 + 4 = 7"], ["it is 71"], ["7 and 1,250"]]
     drafts = [{"chunk_texts": one, "text": "".join(one), "chunks": one} for one in texts]
@@ -401,7 +411,7 @@ def test_agreement_at_a_step_is_the_share_of_siblings_with_its_last_number() -> 
 def test_one_half_of_a_bank_can_be_recorded_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The split is that of the whole bank, and only the named half is recorded."""
+    """Either half of a bank can be recorded alone, and the split remains that of the whole bank."""
     wanted = toy_problems(8, 5)
     monkeypatch.setattr(judges, "problems", lambda: wanted)
     _, both = judges.begin_bank(tmp_path, 8)
@@ -415,16 +425,16 @@ def test_one_half_of_a_bank_can_be_recorded_alone(
 
 
 def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
-    """Scattered problems cost three times as much, so a coin of equal tokens escalates 3/4 of the
-    problems instead of 1/2.
+    """Scattered problems cost three times as much, so random escalation with as many tokens
+    escalates 3/4 of the problems instead of 1/2.
     """
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(30)).rows}
-    # the cascade gains 0.5, and the coin gains 0.75 of this
+    # the cascade gains 0.5, and random escalation gains 0.75 of this
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.125")
 
 
 def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None:
-    """Without scores and takeovers the bank still gives the table of the cascade."""
+    """A bank without scores and takeovers still gives the table of the cascade."""
     path = tmp_path / "bank.jsonl"
 
     async def record() -> None:
@@ -450,7 +460,9 @@ def test_auroc_counts_ties_half() -> None:
 
 
 def test_a_live_cascade_is_compared_with_its_coin(tmp_path: Path) -> None:
-    """With a target that never errs, each number follows from the two runs by hand."""
+    """With a target that never errs, each number of the comparison can be computed by hand from the
+    two runs.
+    """
 
     def engine(role: Role, right: float) -> ScriptedEngine:
         return ScriptedEngine(role, model=ToyModel(Skill(right, typical=0.9), ToyTokenizer()))
@@ -473,7 +485,7 @@ def test_a_live_cascade_is_compared_with_its_coin(tmp_path: Path) -> None:
     kept, live, coin, by_lot, _, target = judges.live_arms(cascade, runs)
     assert live.rate == len(escalated) / 20
     assert target.right.mean() == 1.0
-    # four correct rollouts join four of the draft, so at worst they tie
+    # four correct target rollouts vote with the draft's four, so at worst they tie
     assert (live.right >= kept.right).all()
     names = list(judges.of_run(cascade))
     kept_rows = np.array([name not in escalated for name in names])

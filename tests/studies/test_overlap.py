@@ -35,10 +35,10 @@ CELLS = ((0.6, 3, 2), (0.8, 5, 4), (0.9, 10, 7))
 
 
 def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
-    """Draw a trace in which half of the tokens that the draft misses are its second choice, and
-    a fifth are its third choice.
+    """Draw a trace in which half of the tokens that the draft misses are its second choice, and a
+    fifth are its third choice.
 
-    The first four choices of the exit contain 90 % of the tokens.
+    The first three choices of the early exit contain 90 % of the tokens.
     """
     return AcceptanceTrace.drawn(
         (accepted, (1 - accepted) / 2, (1 - accepted) / 5), PLACES, seed, (0.6, 0.2, 0.1)
@@ -64,14 +64,14 @@ def waiting_speedup(
 
 
 def close(value: float) -> object:
-    """Return whether two numbers agree within 1 %."""
+    """Return a value that equals every number within 1 % of this one."""
     return pytest.approx(value, rel=0.01)
 
 
 @pytest.mark.parametrize(("accepted", "ratio", "proposed"), CELLS)
 def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed: int) -> None:
-    """Simulated devices agree with the closed forms of serial drafting, PEARL, guesses at every
-    position with and without waiting, and Mirror's equation (10).
+    """Simulated devices agree with the closed forms of serial drafting, of PEARL, and of drafting
+    for guessed outcomes with and without waiting.
     """
     places = trace(accepted)
     costs = even(ratio)
@@ -111,8 +111,8 @@ def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> No
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("layers", [8, 32])
 def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int) -> None:
-    """A round has one exact pass and then steps of groups; the number of verified tokens does not
-    change.
+    """Each round drafts one token exactly and the others with grouped attentions; the number of
+    verified tokens does not change.
     """
     attention = 0.5 / 5 / layers
     mlp = 0.5 / 5 / layers  # five exact draft steps take as long as one target step
@@ -198,8 +198,8 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "acceleration.svg"
 
 @pytest.mark.checkout
 def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
-    """The picture has every scheme, its numbers equal the devices' first steps, and the file is
-    current.
+    """The picture shows every scheme, its numbers equal the first steps of the simulated devices,
+    and the file is current.
     """
     lines = overlap.schemes()
     assert PICTURE.read_text() == overlap.drawn(lines), (

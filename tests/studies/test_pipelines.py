@@ -26,7 +26,7 @@ def piece(arm: str, shard: int, right: float = 1.0) -> Any:
 
 
 def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
-    """Finished parts that a session adds to the record of a study are read by the next session."""
+    """The next session reads the finished parts of a study that an earlier session recorded."""
     path = tmp_path / "ledger.jsonl"
     first = Ledger(path)
     first.add(Piece("atts", 8, 0, 3, [SOLVED], [1.25]))
@@ -49,7 +49,9 @@ def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
-    """Each of two processes adds its seeds, and a later reader has the seeds of both."""
+    """Two processes add finished parts of a study to one file, and a later reader gets the parts of
+    both.
+    """
     path = tmp_path / "ledger.jsonl"
     one = Ledger(path)
     other = Ledger(path)
@@ -60,8 +62,8 @@ def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
 
 
 def test_the_claim_is_read_from_what_is_there() -> None:
-    """The verdict on the claim lists each requirement with its measured number, whether met or
-    not.
+    """The verdict on the study's claim lists each requirement with its measured number, whether met
+    or not.
     """
     ledger = Ledger()
     for shard in range(2):

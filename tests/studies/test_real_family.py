@@ -19,8 +19,8 @@ blocks = pytest.importorskip("scripts.studies.blocks", reason="needs a checkout"
 
 
 def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None:
-    """Each relative is better at its lesson than its base was, and the zoo stores the base's blocks
-    once.
+    """Each trained relative is better than its base at what it was trained on, and the zoo stores
+    the base's blocks once.
     """
     torch.set_num_threads(1)
     zoo = Zoo(tmp_path / "zoo")
@@ -33,7 +33,9 @@ def test_relatives_learn_and_share_what_is_not_their_own(tmp_path: Path) -> None
 
 
 def test_a_saved_adapter_computes_what_was_trained(tmp_path: Path) -> None:
-    """The matrices that the zoo reads, merged into the base's, equal those of the training."""
+    """The weights that the zoo computes from the base and the saved adapter equal those of the
+    trained model.
+    """
     model = blocks.opened(path("target"))
     own = blocks.adapted(model)
     with torch.no_grad():

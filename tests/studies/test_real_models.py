@@ -21,7 +21,9 @@ PARTS = [b"GGUF", *(bytes([number]) * 5 for number in range(1, 12))]
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> list[Path]:
-    """Write twelve parts into twelve packages, whose names sort differently from their numbers."""
+    """Write twelve parts into twelve packages, whose alphabetical order differs from the order of
+    the parts.
+    """
     made = list[Path]()
     for number, content in enumerate(PARTS, 1):
         path = tmp_path / f"model_part{number}-1.0-py3-none-any.whl"

@@ -59,8 +59,8 @@ def test_the_study_is_tabulated_and_runs_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) -> None:
-    """Without time, no part of the study begins; a part that one method did not complete is left
-    out for all methods.
+    """If no time is left, no part of the study begins; a part that one method did not complete is
+    left out for all methods.
     """
     one = series(tmp_path)
     run(one, seconds=-1)
@@ -75,8 +75,8 @@ def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) ->
 
 
 def test_what_runs_ask_alike_is_asked_once() -> None:
-    """Equal requests of two runs get one reply; after a failure, one of the waiting requests is
-    sent again.
+    """Equal requests of two runs get one reply; if the request fails, one of the waiting runs sends
+    it again.
     """
     asked: list[int] = []
     request = SampleRequest((1, 2), 4)
@@ -111,7 +111,9 @@ def test_what_runs_ask_alike_is_asked_once() -> None:
 
 
 def test_accuracy_is_told_by_source() -> None:
-    """Each source has the problems whose names begin with the source's name."""
+    """Problems are grouped into sources by the beginning of their names, and the table has the
+    accuracy for each source.
+    """
     solved = [
         replace(SOLVED, problem=name, share=share)
         for name, share in (("gsm8k/1", 1.0), ("gsm8k/2", 1.0), ("math500/algebra/3", 0.0))

@@ -22,8 +22,8 @@ def lab(tmp_path: Path) -> Any:
 
 
 def test_a_way_is_compared_with_plain_decoding_in_its_round(lab: Any) -> None:
-    """The study counts proposals, texts equal those of plain decoding, and both tables have the
-    rows.
+    """The study counts proposals, and speculation writes the texts of plain decoding. Both tables
+    have a row for each arm.
     """
     options = real_pair.ways(str(lab.draft))
     for name in (real_pair.PLAIN, "draft, k=3"):

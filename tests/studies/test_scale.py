@@ -32,7 +32,9 @@ def _pair(**changes: Any) -> Any:
 async def _timed(
     law: Any, jobs: list[tuple[float, int, int]], room: float = math.inf, cost: Any = COST
 ) -> tuple[list[float], Any]:
-    """Return the seconds that each job took; a job is (start, ids, tokens to write)."""
+    """Return the time at which each job ended, and the engine's load; a job is (start, prompt
+    tokens, tokens to write).
+    """
     async with costs.BatchedEngine("draft", law, cost, room) as engine:
 
         async def one(number: int, start: float, ids: int, tokens: int) -> float:
@@ -174,8 +176,8 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
 
 
 def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
-    """The amount of work depends on the distribution, not the method: totals agree up to the last
-    chunks.
+    """All methods write about the same number of tokens, because the simulated rollouts have the
+    same lengths under every method.
 
     Only top-b waits for siblings.
     """

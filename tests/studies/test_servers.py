@@ -20,8 +20,8 @@ PAIR = servers.PAIRS["8B/70B"]
 
 
 def test_virtual_and_live_runs_write_the_same() -> None:
-    """The live target is called over HTTP for the predicted texts and writes the same texts, and
-    votes are equal.
+    """A live run over HTTP writes every text that the run in virtual time predicted, and the votes
+    are equal.
     """
     fast = servers.paced(PAIR, 2000.0)
     found = problems("test", 1)
@@ -36,8 +36,8 @@ def test_virtual_and_live_runs_write_the_same() -> None:
 
 
 async def _conversation(law: Any) -> list[int]:
-    """Return the numbers of cached tokens of a prompt, of its continuation, of a chunk to score,
-    and of a sibling.
+    """Return the number of cached tokens for a prompt, for its continuation, for a chunk to score,
+    and for a sibling.
     """
     async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
@@ -78,8 +78,8 @@ async def _equal_siblings(law: Any) -> list[int]:
 
 
 def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
-    """A server's cache loses nothing when the first of two rollouts continues, so no known token is
-    fed again.
+    """Two rollouts that wrote the same text each find their prefix in the cache, so no known token
+    is fed again.
     """
     with servers.pair_law() as law:
         first, second = run_virtual(_equal_siblings, law)

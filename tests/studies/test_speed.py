@@ -37,7 +37,9 @@ def measured(
 
 
 def test_the_map_compares_with_the_best_of_the_others() -> None:
-    """The table has median and range over repeats; the GPU's column is empty and says so."""
+    """The table compares atts with the fastest other method by median and range over repeats; the
+    GPU's column says that nothing was measured.
+    """
     found = [measured("20M", 1, atts, 5.0) for atts in (2.0, 2.5, 4.0)] + [
         measured("20M", 4, 10.0, 5.0)
     ]

@@ -1,4 +1,6 @@
-"""Tests of training an exit, heads and a deep drafter: they improve, and change no token."""
+"""Tests of training an early exit, draft heads and a deep drafter: training improves predictions,
+and changes no text of the target.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ def copied(name: str, to: Path) -> Path:
 def test_training_makes_an_exit_and_heads_that_know_more(
     dtype: Literal["auto", "bfloat16"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a few steps on a few texts, exit and heads predict held-out texts better than untrained
-    ones, and a drafter can read their files.
+    """After a few steps on a few texts, a trained exit and heads predict held-out texts better than
+    untrained ones. A drafter can read their files.
     """
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
@@ -62,8 +64,8 @@ def test_training_makes_an_exit_and_heads_that_know_more(
 
 
 def test_heads_are_trained_where_and_as_the_checkpoint_is(tmp_path: Path) -> None:
-    """On a GPU heads are trained in the checkpoint's data type, and the engine writes the texts in
-    it too; on a processor both use float32.
+    """On a GPU, heads are trained in the checkpoint's data type, and the engine writes the training
+    texts in the same type. On a CPU both use float32.
     """
     half, full = (tmp_path / name for name in ("half", "full"))
     for folder, dtype in ((half, "bfloat16"), (full, "float32")):
@@ -77,8 +79,8 @@ def test_heads_are_trained_where_and_as_the_checkpoint_is(tmp_path: Path) -> Non
 
 
 def test_the_shipped_exit_names_what_is_written() -> None:
-    """The target's token is among the exit's first eight at least 0.95 of the time, which is not
-    true without an adapter.
+    """The target's token is among the first eight choices of the shipped early exit for at least 95
+    % of tokens. Without the exit's adapter the share is below 90 %.
     """
     texts = anyio.run(record, 8, 0)
     shares = list[float]()
@@ -109,8 +111,8 @@ def stood(done: Driven) -> float:
 def test_training_makes_a_folder_that_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a few steps on a few texts, eight narrow layers with the draft's tokenizer propose
-    tokens, and change no text.
+    """After a few training steps on a few texts, a drafter of eight narrow layers with the draft's
+    tokenizer proposes tokens, and changes no text.
     """
     out = tmp_path / "deep"
     train.train_deep_drafter(DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6))
@@ -123,7 +125,7 @@ def test_training_makes_a_folder_that_drafts(
 
 
 def test_the_shipped_one_is_small_and_mostly_right() -> None:
-    """With calibration, groups of four attentions lose little acceptance.
+    """The shipped deep drafter loses little acceptance if its attentions are grouped by four.
 
     Groups of six, which contain all attentions between the first and the last layer, lose more.
     """

@@ -19,7 +19,7 @@ def test_the_processor_time_of_live_runs_is_predicted() -> None:
     """The predicted processor time of live runs is within a third of the measured time, for every
     kind of run on a shared machine.
 
-    The study requires a tenth on a quiet machine.
+    On a quiet machine, the study requires an error of at most a tenth.
     """
     costs, predicted = scale.local_validation(Options("quick"))
     assert [row[0] for row in costs.rows] == ["draft", "target"]

@@ -99,8 +99,8 @@ def test_work_does_not_move_the_clock(backend: Backend) -> None:
 
 @pytest.mark.parametrize("kind", ["default", "limited"])
 def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
-    """A timer that is due after a thread's real work fires after this work, whichever limiter the
-    thread runs under.
+    """A virtual timer does not fire while a thread is still working, whichever limiter the thread
+    uses.
     """
     log: list[str] = []
 

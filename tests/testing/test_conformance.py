@@ -41,7 +41,7 @@ class Rig(ScriptedEngine):
 
 
 def asks(change: Callable[[Rig, SampleRequest], SampleRequest]) -> type[Rig]:
-    """Make an engine that samples something other than the request."""
+    """Make an engine that changes a request before it samples."""
 
     class Saboteur(Rig):
         async def sample(self, request: SampleRequest) -> Completion:
@@ -182,7 +182,7 @@ class StopsInsideTokensOnly(Rig):
 
 
 class ForgetsThePrefix(Rig):
-    """An engine that scores a continuation as if only the start of the prompt came before."""
+    """An engine that scores a continuation without the last tokens of its prefix."""
 
     async def score(self, request: ScoreRequest) -> Scores:
         return await super().score(replace(request, prefix=request.prefix[:-3] or request.prefix))
@@ -203,7 +203,7 @@ class LogprobsDriftInCompany(Rig):
 
 
 class TrustsHints(Rig):
-    """An engine that treats a rollout's earlier text as the beginning of any later text."""
+    """An engine that uses the first prompt of a rollout for all later requests of the rollout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class ScoresAfterAll(ScriptedEngine):
 
 
 class MixesUpAnswers(Rig):
-    """An engine that, under load, gives its replies to the caller that asked last."""
+    """An engine that, under load, answers the newest request instead of the caller's own."""
 
     last: SampleRequest | None = None
 
@@ -569,8 +569,8 @@ def test_correct_engines_pass(
 
 
 def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
-    """An engine without seeds fails several checks by default, and none if texts are compared
-    greedily.
+    """An engine without seeds fails several checks by default, and none with `seeding="none"`,
+    which compares greedy texts.
     """
     broken = run_virtual(partial(check_engine, ONE_STREAM, options=QUICK, broken="report")).broken
     assert {"seeds", "hints", "order"} <= {result.check for result in broken}

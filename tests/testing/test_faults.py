@@ -118,9 +118,9 @@ def test_each_kind_does_what_its_name_says(
 
 @ways
 def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults], Engine]) -> None:
-    """The requested share of calls fails, and they are the same calls in any order.
+    """The requested share of calls fails, and these are the same calls in any order.
 
-    For another attempt or seed, other calls fail.
+    With another attempt number or seed, other calls fail.
     """
 
     async def struck(order: list[int], attempt: int = 0, seed: int = 0) -> set[int]:
@@ -147,7 +147,7 @@ def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults]
 
 @ways
 def test_a_repeated_score_request_may_succeed(make: Callable[[Faults], Engine]) -> None:
-    """Scores have no seed, so repeated equal requests are distinguished by their count."""
+    """Scores have no seed, so faults distinguish repeated equal requests by their count."""
 
     async def main() -> set[str]:
         async with make(Faults({"refused": 0.5})) as engine:

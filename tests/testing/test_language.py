@@ -101,8 +101,8 @@ def test_the_template_opens_the_assistants_turn_once() -> None:
 
 
 def test_dialects_have_different_digests() -> None:
-    """Dialects with the same ids have equal digests, other dialects do not, and an unknown dialect
-    is an error.
+    """Two tokenizers of one toy dialect have equal digests, tokenizers of different dialects do
+    not, and an unknown dialect is an error.
     """
     assert PLAIN.digest == ToyTokenizer().digest != TOKENIZERS["other"].digest
     assert PLAIN.encode("So we") != TOKENIZERS["other"].encode("So we")
@@ -295,8 +295,8 @@ def share_right(skill: Skill, samples: int = 3) -> float:
 
 
 def test_skill_shows_in_answers() -> None:
-    """The target is nearly always correct and the draft often wrong, but a draft that notices its
-    mistakes is better.
+    """The target is nearly always correct and the draft often wrong. A draft that repairs its
+    mistakes is correct more often than one that does not.
     """
     draft = share_right(DRAFT)
     target = share_right(TARGET)
@@ -354,7 +354,9 @@ def separation(scores: list[tuple[str, float, bool]]) -> float:
 
 
 def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
-    """A more certain target raises the margin, and filler words lower it."""
+    """Scores separate chunks with a mistake from correct ones better with a more certain target,
+    and worse if texts have filler words.
+    """
     plain = separation(step_scores(TARGET))
     sure = separation(step_scores(Skill(right=0.9995, typical=0.05, fluency=1.0)))
     drowned = separation(
@@ -366,7 +368,9 @@ def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
 
 
 def test_scores_cluster_by_question() -> None:
-    """A third to four fifths of the variance of scores is between questions, as in real traces."""
+    """Between a third and four fifths of the variance of scores is between questions, as in real
+    traces.
+    """
     scores = step_scores(TARGET, tokens=60)
     by_question: dict[str, list[float]] = {}
     for problem, score, _ in scores:

@@ -105,8 +105,8 @@ def test_real_latency_is_real() -> None:
 
 
 def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> None:
-    """Five equal requests on two slots finish two by two in order of arrival, and more urgent ones
-    sooner.
+    """Equal requests on two slots run two at a time in order of arrival, but a more urgent request
+    runs earlier.
     """
 
     async def main() -> list[tuple[int, float]]:
@@ -239,7 +239,7 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
 
 
 def test_drift_is_planted_where_it_was_asked_for() -> None:
-    """Log-probabilities are scaled from a given number of calls or steps on, and unchanged before."""
+    """From the given call or step on, log-probabilities are scaled; before, they are unchanged."""
     plain = solve_with(ScriptedEngine(), ScriptedEngine("target"))
     for drift in (ScoreDrift(4, 1.5), ScoreDrift(4, 1.5, when="steps")):
         drifted = solve_with(ScriptedEngine(), ScriptedEngine("target", drift=drift))
@@ -290,8 +290,8 @@ def test_impossible_options_are_errors() -> None:
     ("top_p", "kept", "floors"), [(0.5, 1, 0), (0.7, 2, 0), (0.75, 2, 1), (0.85, 2, 2), (1.0, 2, 3)]
 )
 def test_a_nucleus_is_the_fewest_tokens_with_the_mass(top_p: float, kept: int, floors: int) -> None:
-    """If two tokens are likely and three others share the rest, the nucleus has the two and as many
-    of the three as needed.
+    """If two tokens are likely and three others share the rest, the nucleus has the two, and as
+    many of the three as top_p needs.
     """
     weights, count = _nucleus([0.5, 0.2], 0.1, 3, top_p)
     assert (len(weights), count) == (kept, floors)

@@ -38,9 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def deal(seconds: dict[str, float], shares: int) -> dict[str, int]:
-    """Divide the test files among the shares, the heaviest file first, each to the share with the
-    lowest total so far.
-
+    """Give each test file, the heaviest first, to the share with the lowest total cost so far.
     Tests that need a checkout, and tests of the studies, belong to the first share.
     """
     shares_of_files = {CHECKOUT: 1}
@@ -123,7 +121,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Run every async test on both back ends."""
+    """Run every async test on both back ends of anyio."""
     return str(request.param)
 
 

@@ -141,8 +141,8 @@ def outcomes(setup: Setup, problems: int = 3) -> Any:
             for outcome in result.outcomes()
             for line in outcome.rollouts
         ]
-    # Problems end in an order that depends on time: a free slot goes to the next problem while the
-    # answers of a finished wave are compared.
+    # Problems end in an order that depends on time, so they are sorted. A free slot goes to the
+    # next problem while the answers of a finished wave are compared.
     ended = sorted(result.outcomes(), key=lambda outcome: outcome.problem.id)
     return [plain(outcome) for outcome in ended]
 
@@ -437,7 +437,8 @@ def record(parts: list[str]) -> None:
     for part in parts:
         kept[part] = PARTS[part]()
         if part in KERNELS:
-            # A draw or a decision that depends on rounding would fail on another processor.
+            # A sampled token or a decision that depends on rounding would differ on another
+            # processor.
             other = PARTS[part]("torch")  # type: ignore[call-arg]
             apart = list(differences(kept[part], other, TOLERANCE[part]))
             assert not apart, f"{part}: the kernels differ; take another seed: {apart[0]}"

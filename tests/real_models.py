@@ -35,7 +35,7 @@ from scripts.studies.harness import say, shared_data
 from scripts.studies.real_models import CannotBeMadeError, folder_of
 
 TOLERANCE = 1e-3  # largest difference of log-probabilities from transformers, in nats
-TIE = 1e-3  # tokens whose logits differ by less than this may be drawn in either order
+TIE = 1e-3  # if the logits of two tokens differ by less than this, either token may be chosen
 SKIPPED = 0  # exit code if the models cannot be installed; the script prints the reason
 BROKEN = 5
 DATA = "gsm8k_test.jsonl", "math500.jsonl"
@@ -121,7 +121,7 @@ class SampledTexts:
         return anyio.run(partial(texts, engine, self.prompts, self._tokens))
 
     def _same(self, what: str, engine: Engine) -> Check:
-        """Check that an engine writes the plain texts, log-probabilities included."""
+        """Check that an engine writes the texts of plain decoding, with the same log-probabilities."""
         written = self._written(engine)
         same = sum(
             (one.ids, one.logprobs) == (other.ids, other.logprobs)
@@ -156,7 +156,7 @@ class SampledTexts:
         yield Check("log-probabilities", seen, worst <= TOLERANCE)
 
     def speculated(self, draft: Path) -> Iterator[Check]:
-        """Compare the texts of every way to speculate."""
+        """Compare the texts of each way to speculate with those of plain decoding."""
         drafter = str(draft)
         ways = {
             "speculate=auto": SpeculationOptions(drafter),
@@ -171,8 +171,8 @@ class SampledTexts:
             yield self._same(what, accelerated(self._target, speculation=options))
 
     def from_zoo(self, scratch: Path) -> Check:
-        """Check that a model read from a zoo writes the plain texts, and report the storage that
-        the zoo saves.
+        """Check that a model read from a zoo writes the texts of plain decoding, and report the
+        storage that the zoo saves.
 
         The zoo also stores a copy of the model whose last layer differs.
         """
@@ -241,13 +241,13 @@ async def rendered(target: Path, texts: Sequence[str]) -> list[TokenIds]:
 
 
 async def texts(engine: Engine, prompts: Prompts, tokens: int) -> list[Completion]:
-    """Return a greedy text and a drawn text for each prompt, all written concurrently."""
+    """Return a greedy text and a sampled text for each prompt, all written concurrently."""
     async with engine:
         return await written(engine, prompts, tokens)
 
 
 async def written(engine: Engine, prompts: Prompts, tokens: int) -> list[Completion]:
-    """Return the greedy and drawn texts that an open engine writes."""
+    """Return the greedy and sampled texts that an open engine writes."""
     asked = [
         SampleRequest(
             prompt, tokens, sampling, Seed(7, problem=f"p{number}"), rollout=f"p{number}/0"

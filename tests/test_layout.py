@@ -83,8 +83,8 @@ def unit(name: str) -> str:
 
 
 def imports(name: str) -> Iterator[tuple[str, str]]:
-    """Yield module and name of every import below `atts`, including those in functions and under
-    TYPE_CHECKING; "" for a module itself.
+    """Yield the module and name of every import below `atts`, including imports in functions and
+    under TYPE_CHECKING. The name is "" if the module itself is imported.
     """
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):

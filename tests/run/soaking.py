@@ -47,8 +47,8 @@ SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
-# the same problems under different seeds, because the toy models remember every distribution that
-# they made
+# the same problems under different seeds, because the toy models keep every distribution that they
+# made, so new problems would take memory
 _SETS = 6
 _CACHE = 8192  # number of KV tokens that each local engine can cache
 

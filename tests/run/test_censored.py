@@ -19,7 +19,8 @@ from atts.run import RunResult
 from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_problems
 
 SETUP = Setup(draft="scripted", target="scripted", policy=Policy(samples=6))
-"""Votes that cancel rollouts as soon as they cannot change."""
+"""Settings under which a problem's rollouts are cancelled as soon as they cannot change the vote.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -312,8 +312,8 @@ def test_half_votes_replace_missing_references() -> None:
 
 
 def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
-    """If a fair coin decides the comparisons, the betting odds have mean 1 and exceed 10 in at most
-    a tenth of the runs.
+    """On average, the verdict of a fair coin leaves the betting odds unchanged, so they exceed 10
+    in at most a tenth of the runs.
     """
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2

@@ -74,7 +74,8 @@ def is_by_the_clock(frame: FrameType) -> bool:
 
 @dataclass
 class Meter:
-    """A profiler that lists the calls of each turn, from its first request to its record.
+    """A profiler that lists the calls of each turn, from its first request until the turn is
+    recorded.
 
     Resuming a coroutine does not count as a call.
     """

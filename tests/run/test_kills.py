@@ -151,8 +151,8 @@ class Study:
         self.slowest = 0.0
 
     def session(self, directory: Path, *, is_quiet: bool) -> int:
-        """Run one process from start to end with one signal on the way, and return its exit
-        code.
+        """Start one process, send it a signal while it runs unless `is_quiet` is set, and return
+        its exit code.
         """
         journal = directory / JOURNAL
         before = journal.read_bytes() if journal.exists() else b""
@@ -197,8 +197,8 @@ class Study:
 
 
 def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """A run that gets ATTS_KILLS signals at seeded moments continues after each and ends with the
-    same result.
+    """A run that gets ATTS_KILLS signals at seeded moments continues after each, and ends with the
+    result of a run without signals.
     """
     whole = tmp_path / "whole"
     number = 0

@@ -63,7 +63,9 @@ def test_progress_at_the_start_is_empty_and_strict_json() -> None:
 
 
 def test_every_rollout_is_at_exactly_one_stage() -> None:
-    """A rollout is at exactly one stage when it is requested, answered, requested again and ended."""
+    """At any time a rollout is at exactly one stage: after a request, a reply, another request, and
+    its end.
+    """
     first = CallBegun("p", "p/0", "draft")
     second = CallBegun("p", "p/1", "draft")
     scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")

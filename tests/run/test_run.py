@@ -144,8 +144,8 @@ def test_every_call_is_recorded_with_its_result_and_times(world: Any) -> None:
 
 
 def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
-    """An answer without an answer mark counts only after its text has ended, and is stored
-    everywhere as a fallback answer.
+    """An answer that its text does not mark as the answer counts only after the text has ended. It
+    is recorded everywhere as a fallback answer.
     """
     answers = Answers(lambda text: None, toy_groups, extract_finished=toy_answer)
     plan = world.plan(answers=answers, policy=replace(POLICY, turns=60))
@@ -277,8 +277,8 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
     ("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")]
 )
 def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
-    """The error about an unknown choice lists the known choices; atts does not replace it by a
-    default.
+    """An unknown choice raises an error that lists the known choices; atts does not use a default
+    instead.
     """
     with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
         world.session(**{option: value})
@@ -424,8 +424,8 @@ def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
 
 
 def test_a_wrapped_engine_is_late_as_it_is_alone(world: Any) -> None:
-    """For a wrapped engine the deadline of 6 s counts from its newest step, as for the engine
-    alone, so no call is late.
+    """For a wrapped engine, as for the engine alone, the deadline of 6 s restarts with each of the
+    engine's steps. No call is late.
     """
     wrapped = EngineAround(EngineAround(Queue("draft", 1e9), "own"), "own")
     plan = world.plan(
@@ -591,8 +591,8 @@ def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:
-    """If live scores are unlike the stored scores, the journal has a single alarm with its time and
-    reaction.
+    """If live scores drift away from the stored scores, the journal records each alarm once, with
+    its time and reaction, also after a resume.
     """
 
     def plan() -> Any:

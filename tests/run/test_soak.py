@@ -84,8 +84,8 @@ def questions(mode: Mode, count: int) -> list[Problem]:
 
 
 async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: Curve) -> None:
-    """Run until the time or the problems end; write the outcomes to the journal and keep none in
-    the result.
+    """Run until the time is up or no problem is left; write the outcomes to the journal and keep
+    none in the result.
     """
     stored = [1 + random.Random(place).expovariate(2) for place in range(200)]
     setup = Setup(

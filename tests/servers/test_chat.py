@@ -252,8 +252,8 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
-    """Engines are refused before a run if its gate needs scores or its method needs
-    log-probabilities that they cannot give.
+    """An engine is refused before a run if it cannot give the scores that the gate needs, or the
+    log-probabilities that the method needs.
     """
     texts = serve("ollama")
     rater = serve("chat")
@@ -366,7 +366,7 @@ async def test_a_model_with_hidden_reasoning_is_probed_patiently(
 
 @pytest.mark.anyio
 async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve) -> None:
-    """A model that reasons longer than the probe waits is opened although the probe got no answer,
+    """A model that reasons longer than the probe waits is opened without an answer to the probe,
     and this is reported.
     """
     never = ToyModel(Skill(wander=1.0, verbosity=40.0), ToyTokenizer())

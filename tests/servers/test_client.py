@@ -121,8 +121,8 @@ def test_growth_waits_for_retry_after() -> None:
 
 
 def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
-    """A server error stops growth of the limit for a moment but does not lower it, because it is no
-    sign of too many requests.
+    """A server error stops growth of the limit for a moment but does not lower the limit, because
+    the server need not be overloaded.
     """
     clock = Hands()
     limit = filled(100, clock)

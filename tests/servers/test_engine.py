@@ -152,8 +152,8 @@ async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) ->
 async def test_a_dialect_without_tokenize_is_probed_all_the_same(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a dialect lacks the method that tokenizes, the probe reports this to the dialect's author
-    and continues with its other checks.
+    """If a dialect lacks the method `tokenize`, the probe names the method to override, and
+    continues with its other checks.
     """
     monkeypatch.delattr(LlamaCppDialect, "tokenize")
     async with client(serve("llamacpp").url) as remote:

@@ -161,9 +161,7 @@ async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
     serve: Serve, client: Connect
 ) -> None:
     """A call to a server that keeps failing ends after a limited number of attempts or at the
-    deadline.
-
-    The error has the kind of the failure.
+    deadline. The error's class names the kind of failure.
     """
     server = serve("vllm")
     async with client(server.url) as remote:
@@ -202,8 +200,8 @@ async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client
 async def test_cancelling_leaves_the_server_nothing_to_do(
     serve: Serve, client: Connect, dialect: str, disconnect: str
 ) -> None:
-    """Cancelled requests are aborted at the server even if it ignores closed connections, by id if
-    it accepts ids.
+    """Cancelled requests are aborted at the server, even if it ignores closed connections. If the
+    server accepts request ids, they are aborted by id.
     """
     engine = Stalling(context_length=1024)
     server = serve(dialect, lambda: engine, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]

@@ -54,8 +54,8 @@ def speculating(quirks: ServerQuirks) -> Generator[Any]:
 
 
 def test_greedy_texts_are_equal_with_and_without_speculation() -> None:
-    """Only a server that speculates has a share of accepted tokens; its greedy texts do not
-    change.
+    """A server writes the same greedy texts with and without speculation. Only the server that
+    speculates reports a share of accepted tokens.
     """
     with speculating(ServerQuirks()) as plain:
         before = real_vllm._greedy(plain)

@@ -134,7 +134,7 @@ async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
     """A run is not resumed on other weights under the same name: the error has the old and new
     scores of a fixed text.
 
-    The scores are in the run's manifest, and the run directory is unchanged.
+    The old scores are in the run's manifest, and the run directory is unchanged.
     """
     servers = [serve("vllm", make, model="one") for make in (engine("draft"), Renamed)]
     policy = Policy(samples=2, turns=3, early_stop="none")

@@ -33,8 +33,8 @@ def embedded() -> LocalEngine:
 def timings(
     cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
 ) -> list[LoadTiming]:
-    """Make the counters of a server with these acceptance rates, whose steps take `cost(rows)`
-    seconds.
+    """Make the counters of a server with these acceptance rates, whose steps of `rows` tokens take
+    `cost(rows)` seconds.
     """
     made = list[LoadTiming]()
     for load in loads:
@@ -55,7 +55,7 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def test_free_rows_give_the_longest_proposal() -> None:
-    """If a step takes the same time for any number of rows, the longest proposal is recommended."""
+    """If a step takes the same time for any number of tokens, the longest proposal is recommended."""
     found = advise(timings(lambda rows: 0.02, LOADS), 3)
     assert [each.length for each in found.loads] == [3] * len(LOADS)
     assert json.loads(found.config) == {"method": "ngram", "num_speculative_tokens": 3}
@@ -64,8 +64,8 @@ def test_free_rows_give_the_longest_proposal() -> None:
 
 
 def test_rows_at_full_cost_give_no_proposals() -> None:
-    """If a step's time is proportional to its rows and plain steps were timed too, the advice is
-    "none".
+    """If a step's time is proportional to its number of tokens, and steps without proposals were
+    timed too, the advice is "none".
     """
 
     def cost(rows: float) -> float:
@@ -80,7 +80,7 @@ def test_rows_at_full_cost_give_no_proposals() -> None:
 def test_steps_that_were_never_timed_are_named() -> None:
     """The advice lists the step sizes without a measurement.
 
-    For example, a server that always proposes three tokens takes no step of fewer than four rows.
+    For example, a server that always proposes three tokens takes no step of fewer than four tokens.
     """
     found = advise(timings(lambda rows: 0.01 * rows, LOADS), 3)
     assert [each.length for each in found.loads][2:] == [0] * len(LOADS[2:])
@@ -88,8 +88,8 @@ def test_steps_that_were_never_timed_are_named() -> None:
 
 
 def test_proposals_grow_shorter_with_the_load() -> None:
-    """If additional rows cost nothing up to 48 rows, the advice is long proposals at small loads
-    and none at large loads.
+    """If a step takes the same time for up to 48 tokens, the advice is long proposals at small
+    loads and none at large loads.
     """
     found = advise(timings(lambda rows: 0.02 * max(1.0, rows / 48), LOADS), 6)
     lengths = [each.length for each in found.loads]

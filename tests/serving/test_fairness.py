@@ -186,8 +186,8 @@ def test_a_share_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("keys", [{}, {"k": ""}, {"k": "b"}])
 def test_a_share_needs_a_key(keys: dict[str, str]) -> None:
-    """A share is refused on a server without keys, because any client could use the name with the
-    share.
+    """A user's share is refused on a server without keys, because any client could give that user's
+    name.
     """
     with pytest.raises(OptionError, match="'a' has no key"):
         ServeOptions(shares={"a": 2.0}, keys=keys)

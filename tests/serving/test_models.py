@@ -28,8 +28,8 @@ def one_model(**changes: Any) -> Setup:
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_a_model_can_be_asked_alone(role: Role) -> None:
-    """A request that names a single model gets one of that model's rollouts, all as content and
-    without votes.
+    """A request that names a single model gets one rollout of that model, with the whole text as
+    content and without votes.
     """
 
     async def main() -> None:

@@ -38,8 +38,8 @@ STATUSES = (200, 400, 401, 404, 500)
 
 
 class Echoing(DialectServer):
-    """An upstream server that, after it is given a status, replies with the request's own
-    headers.
+    """An upstream server that replies with the request's own headers, once the test has set a
+    status for its replies.
     """
 
     echo: int = 0

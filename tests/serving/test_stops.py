@@ -164,8 +164,8 @@ def test_content_is_cut_but_the_answer_is_not() -> None:
 
 
 def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
-    """If a limit ended a reply, its text is cut at a stop string as well, and the stop string is
-    reported as its end.
+    """If a limit ended a reply, its text is cut at a stop string as well, and its finish reason
+    becomes "stop".
     """
 
     async def main() -> None:

@@ -127,13 +127,13 @@ class Machine:
 
 
 def straight(start: float, slope: float) -> Table:
-    """Return step times, in seconds, that rise linearly with the number of rows."""
+    """Return step times, in seconds, that rise linearly with the number of tokens in the step."""
     return lambda rows: start + slope * rows
 
 
 def random_table(seed: int, most: int) -> Table:
-    """Make random step times that rise with the number of rows, with jumps; the slope changes at
-    each doubling of the rows.
+    """Make random step times that rise, with jumps, with the number of tokens in a step; the slope
+    changes at each doubling of this number.
     """
     random = np.random.default_rng(seed)
     slopes = random.exponential(0.4, 16) ** 2
@@ -257,8 +257,8 @@ def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
 
 
 def test_less_is_proposed_with_more_sequences() -> None:
-    """With few sequences, additional rows cost hardly any time; with many sequences they do, so
-    less is proposed.
+    """With few sequences, proposed tokens add hardly any time to a step. With many sequences they
+    add much time, so less is proposed.
     """
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 12), 2e-5)
     found = [
@@ -272,7 +272,8 @@ def test_less_is_proposed_with_more_sequences() -> None:
 def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
     """In a step that also feeds a prompt, unlikely tokens are not proposed.
 
-    Additional rows are free in a step of few sequences, but cost time in a step with a prompt.
+    Proposed tokens add no time to a step of few sequences, but they add time to a step with a
+    prompt.
     """
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 16), 1e-5)
     alone = mean(list(machine.steps(400, 2, 0.6))[-100:])
@@ -347,8 +348,8 @@ def test_acceptance_is_not_biased_by_untested_positions() -> None:
 
 
 def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
-    """Estimated step times never fall as the number of rows rises, between and beyond the measured
-    numbers.
+    """Estimated step times never fall as the number of tokens in a step rises, between and beyond
+    the measured numbers.
 
     One outlier changes little. Estimates for a new load start from those of the most similar load.
     """

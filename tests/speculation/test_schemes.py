@@ -103,7 +103,7 @@ class Machine:
     seconds: Sequence[float]
 
     def best(self) -> int:
-        """Return the best scheme by expected tokens."""
+        """Return the scheme with the most expected tokens per second."""
         own = [expected_tokens(self.accepted, length) for length in self.lengths]
         rates = [
             (1 + hit * (each - 1)) / time

@@ -221,9 +221,7 @@ def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> N
 
 
 def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(small: Path) -> None:
-    """The table invents no number for a study without a record, and keeps the earlier content of
-    that study's part.
-    """
+    """For a study without a record, the table shows no new number and keeps its earlier content."""
     found = {name: record.tables for name, record in pages.read(small).items()}
     answers = {row[0]: str(row[1]) for row in pages.summary(found).rows}
     assert len(answers) == len(pages.CLAIMS)

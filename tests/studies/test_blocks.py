@@ -23,8 +23,8 @@ def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
 
 
 def test_what_tenants_have_in_common_is_computed_once(tmp_path: Path) -> None:
-    """If prompts differ, one loop computes about as many rows as four separate engines; if all
-    tenants use one prompt, it computes fewer.
+    """If prompts differ, one loop computes blocks for about as many tokens as four separate engines
+    do. If all tenants use one prompt, it computes fewer.
     """
     zoo = make_family(tmp_path, 1)
     one = Arm(zoo, shares=True)

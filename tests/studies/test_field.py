@@ -15,7 +15,9 @@ modelled = pytest.importorskip("scripts.studies.modelled", reason="needs a check
 
 
 def planted(right: int, draft: int, scored: int, target: int, drawn: int = 0) -> Any:
-    """Make a run of ten problems with this number of correct answers and of tokens each."""
+    """Make a run of ten problems of which `right` are solved, with the given token counts for every
+    problem.
+    """
     solved = [
         arms.Solved(
             problem=f"p{index}",

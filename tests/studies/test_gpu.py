@@ -30,8 +30,8 @@ def lab(folder: Path, seconds: float = 600.0) -> Any:
 
 
 def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield module and name of every import that happens when this file is imported; "" for a whole
-    module.
+    """Yield the module and name of every import that happens when this file is imported; the name
+    is "" if the whole module is imported.
     """
     pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
     while pending:

@@ -43,8 +43,8 @@ any_node = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(any_node, max_size=20, unique_by=lambda n: n.node))
 def test_a_recording_gives_back_what_it_was_given(nodes: list[CallSpan]) -> None:
-    """Nodes are equal and in order after packing and unpacking; spans and foreign events are kept
-    unchanged.
+    """After packing and unpacking, nodes are equal and in order. Spans and events of other types
+    are kept unchanged.
     """
     recording = packed.Recording()
     rollout = RolloutSpan("p", 0, "done", 0.0, 0.0, 1.0, 1.0)

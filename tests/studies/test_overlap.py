@@ -53,8 +53,8 @@ def even(ratio: float, message: float = 0.0) -> Costs:
 def waiting_speedup(
     accepted: float, hit: float, proposed: int, ratio: float, branching: float
 ) -> float:
-    """Return the speed-up of guessed outcomes if the target waits for a new draft after a wrong
-    guess.
+    """Return the speed-up of drafting for guessed outcomes, if the target waits for a new draft
+    after a wrong guess.
 
     `branching` is the time to draft all branches.
     """

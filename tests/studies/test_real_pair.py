@@ -24,7 +24,9 @@ SOLVED = arms.Solved("p", 0, 0.0, 0.0, 0, 0, 0, ())
 
 
 def series(place: Path) -> Any:
-    """Return two parts of three toy problems, with every method of the default effort."""
+    """Return a series of two parts with three toy problems each, and with every method of the
+    default effort.
+    """
     asked = [toy_problems(6, 5)[begin : begin + 3] for begin in (0, 3)]
     return real_pair.Series(real_pair.methods("default"), asked, place, seed=1)
 
@@ -141,8 +143,8 @@ def test_answers_are_graded_as_runs_grade_them() -> None:
 
 
 def test_the_ways_to_the_targets_text_are_compared_in_turn() -> None:
-    """target-only, target-only with speculation, and exact write the same texts; times are relative
-    to target-only.
+    """The methods target-only, target-only with speculation, and exact write the same texts; times
+    are relative to target-only.
     """
 
     engines = {

@@ -16,8 +16,9 @@ STEPS = [bench.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
 def _run(
     folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0
 ) -> tuple[list[str], list[str]]:
-    """Run the series; return the steps that ran and the steps that failed. A step whose name is in
-    capitals in `fails` raises as Ctrl-C does.
+    """Run the series; return the steps that ran and the steps that failed.
+
+    Steps named in `fails` fail; a step named in capitals raises an interrupt, as Ctrl-C does.
     """
     worked: list[str] = []
 
@@ -52,8 +53,8 @@ def test_what_failed_is_tried_again_and_the_rest_goes_on(tmp_path: Path) -> None
 
 
 def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
-    """A series with other steps, another effort or another seed does not continue this series;
-    without a folder nothing is remembered.
+    """A series with other steps, another effort or another seed does not continue this series.
+    Without a folder, no progress is remembered.
     """
     _run(tmp_path, "B")
     assert _run(tmp_path, "b", seed=1) == (["a", "b", "c"], ["b"])
@@ -63,8 +64,8 @@ def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
 
 
 def test_all_and_quick_run_known_studies_each_once() -> None:
-    """Neither series runs a study twice; `all` leaves out only the listed studies, and its plan
-    fits into an hour.
+    """The series `all` and `quick` run each study at most once; `all` leaves out only the listed
+    studies, and its plan fits into an hour.
     """
     everything = bench.planned(["all"], "default")
     quick = bench.planned(["quick"], "quick")

@@ -21,7 +21,9 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 def measured(
     target: str, samples: int, atts: float, exact: float, clock: str = "wall", how: str = "latency"
 ) -> Any:
-    """Make a cell in which the target alone takes 10 s, and each method the given seconds."""
+    """Make a measured cell of the map in which the target alone takes 10 s, and each method the
+    given seconds.
+    """
     seconds = {"target-only|": 10.0}
     for draft in AGREEMENT:
         own = {

@@ -92,7 +92,7 @@ def test_the_shipped_exit_names_what_is_written() -> None:
 
 
 def asked(count: int) -> list[Submit]:
-    """Request solutions of problems from the target, without sampling filters."""
+    """Make requests to the target for solutions of problems, without sampling filters."""
     tokenizer = ModelTokenizer(path("target"), "target")
     ids = [
         tokenizer.render([Message("user", each.text)]) for each in problems("test", count, seed=5)
@@ -143,8 +143,8 @@ def test_the_shipped_one_is_small_and_mostly_right() -> None:
 
 
 def test_the_study_of_groups_says_what_stands_with_calibration_and_without() -> None:
-    """The table of the study has a row for each group size, with calibration and without; the exact
-    size needs no calibration.
+    """The study's table has a row for each group size, with and without calibration; groups of one
+    attention are exact and need none.
     """
     rows = groups(Options("quick")).rows
     assert [row[0] for row in rows] == [1, 2, 3, 4, 6]

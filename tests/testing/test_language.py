@@ -1,4 +1,6 @@
-"""Tests of the toy language: its distributions sum to one, its texts parse, and skill shows."""
+"""Tests of the toy language: distributions sum to one, texts can be parsed, and a more skilled
+model is correct more often.
+"""
 
 import math
 import re
@@ -58,15 +60,17 @@ def test_any_text_goes_to_ids_and_back(text: str) -> None:
 @QUICK
 @given(any_ids, any_ids)
 def test_decoding_is_concatenation(left: TokenIds, right: TokenIds) -> None:
-    """The text of two id sequences is the two texts joined, unless a character was cut in between."""
+    """Decoding two id sequences together gives their two texts joined, unless a character was cut
+    in between.
+    """
     whole = PLAIN.decode(left + right)
     parts = PLAIN.decode(left) + PLAIN.decode(right)
     assert whole == parts or "\ufffd" in parts
 
 
 def test_the_vocabulary_has_the_traps_of_real_ones() -> None:
-    """The vocabulary has words of several characters, blank lines across tokens, and one text with
-    several spellings.
+    """The vocabulary has words of several characters, blank lines across tokens, and a text that
+    several token sequences spell.
     """
     assert PLAIN.piece_id(" minus") is not None
     assert PLAIN.piece_id(".\n") is not None
@@ -190,8 +194,8 @@ def test_every_prefix_has_a_distribution(problem: int, ids: TokenIds) -> None:
 def test_the_distribution_is_a_function_of_the_prefix(
     problem: int, ids: TokenIds, cut: int
 ) -> None:
-    """The distribution is the same if the prefix is read at once, in two parts, by an equal model
-    or after other work.
+    """The distribution is the same if the prefix is read at once, in two parts, by another model
+    with equal settings, or after other work.
     """
     prefix = ask(toy_problems(51)[problem]) + ids
     place = min(cut, len(prefix) - 1) or 1
@@ -217,8 +221,8 @@ def test_the_distribution_is_a_function_of_the_prefix(
 def test_scores_are_the_log_probs_of_sampling(
     problem: int, sample: int, cut: int, sampling: Sampling
 ) -> None:
-    """Scores and sampled log-probabilities are exactly equal with a warm or cold cache, whole or in
-    parts.
+    """Scores and sampled log-probabilities are exactly equal with a warm or cold cache, and for a
+    whole text or parts of it.
     """
     ids = ask(toy_problems(21)[problem])
     warm = Writer(MODEL)

@@ -197,7 +197,7 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
 
 @pytest.mark.anyio
 async def test_schedule_and_hints_change_nothing_but_cached_tokens() -> None:
-    """Replies are the same one by one on a new engine and all together on a busy one."""
+    """Requests get the same replies one by one on a new engine and all together on a busy one."""
     async with ScriptedEngine() as busy:
         together = await collect(
             [partial(busy.sample, request(busy, sample)) for sample in range(40)]

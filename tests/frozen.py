@@ -163,7 +163,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def score_stream() -> list[dict[str, Any]]:
-    """Return a fixed stream of scores of 25 questions that are interleaved."""
+    """Return a fixed stream of scores, in which the scores of 25 questions are interleaved."""
     draws = random.Random(5)
     stream = list[dict[str, Any]]()
     hardness = [draws.random() for _ in range(25)]

@@ -1,4 +1,4 @@
-"""Checks on real language models, whose folders `scripts/test real-model` makes from packages."""
+"""Checks on real language models; `scripts/test real-model` makes their folders from packages."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ TEXT = "Let us look at what is given.\n\nFrom this the value follows step by ste
 
 
 class RecitingEngine:
-    """An engine that writes one fixed solution for each problem, each token correct with a fixed
-    probability.
+    """An engine that writes one fixed solution for each problem, with each token correct with a
+    fixed probability.
 
-    The distribution depends only on the position; earlier correct or wrong tokens change nothing.
-    Scores follow the same distribution.
+    The distribution of a token depends only on its position, whether earlier tokens were correct or
+    wrong. Scores follow the same distribution.
     """
 
     def __init__(self, role: Role, problems: tuple[Problem, ...]) -> None:
@@ -61,7 +61,7 @@ class RecitingEngine:
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Draw token by token from the distribution at each position."""
+        """Sample token by token from the distribution at each position."""
         check_sample(request, self.spec)
         await anyio.lowlevel.checkpoint()
         script, place = self._place(request.ids)

@@ -38,7 +38,7 @@ def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Pat
 
 
 def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
-    """If a directory has the file's name, atts reports a clear error and leaves no temporary file."""
+    """If the path is a directory, atts reports a clear error and leaves no temporary file."""
     (tmp_path / "f" / "inner").mkdir(parents=True)
     with pytest.raises(StorageError):
         write_atomic(tmp_path / "f", b"new")

@@ -132,8 +132,8 @@ async def test_a_repeated_question_is_answered_again() -> None:
 async def test_a_long_session_counts_few_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A session forgets old questions: an old question asked again gets a new answer, and the
-    samples of a recent question are numbered from 1.
+    """A session remembers only its latest questions, and numbers their repetitions from 1. A
+    forgotten question that is asked again still gets a new id.
     """
     monkeypatch.setattr("atts.api.evaluation._REMEMBERED", 2)
     async with Session(replace(SCRIPTED, method="draft-only")) as session:

@@ -58,14 +58,15 @@ TARGET_SLOTS = 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
 Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
-# list of all engine calls, with process and key, each written before the engine is called
+# file that lists all engine calls, with process and key; each call is listed before the engine is
+# called
 CALLS = "calls.txt"
-FULL = "full"  # written to the list in place of a key when the disk is full for the first time
+FULL = "full"  # written to this file in place of a key when the disk is full for the first time
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order for one child: its directory, and how the child ends."""
+    """The instructions for one child: its directory, and how the child ends."""
 
     directory: str
     problems: int = 3
@@ -175,7 +176,7 @@ def play(order: Order) -> int:
 
 
 def main(directory: str) -> None:
-    """Run one order as a command: print errors as messages, and return the exit code."""
+    """Run one order as the command line does: print errors as messages, and return the exit code."""
     try:
         code = play(Order(directory))
     except ATTSError as error:

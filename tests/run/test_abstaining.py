@@ -28,7 +28,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
-    """Return the same settings, with answers withheld if too few rollouts agree."""
+    """Return the settings of the labelled run, with answers withheld if too few rollouts agree."""
     return replace(SETUP, abstain=abstain, labelled=str(labelled))
 
 
@@ -101,7 +101,8 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
 ) -> None:
     """If there are too few labelled problems, the error gives the number needed.
 
-    Unfinished runs, runs that withheld answers, and one setting without the other are refused too.
+    Unfinished runs, runs that withheld answers, and only one of the settings `abstain` and
+    `labelled` are refused too.
     """
     with pytest.raises(OptionError, match="about .* similar labelled problems are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))

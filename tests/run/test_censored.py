@@ -113,8 +113,8 @@ def test_a_comparison_leaves_cancelled_rollouts_out(run: RunResult, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["run", None])
 def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: str | None) -> None:
-    """A problem that was cancelled before any answer, because the run was out of time, counts in no
-    accuracy.
+    """A problem that was cancelled before any answer, because the run was out of time, is left out
+    of every accuracy.
     """
     result = world.run(world.plan(timeout_seconds=2.5), world.session(name), problems=8)
     assert result.status == "stopped"

@@ -130,8 +130,8 @@ def test_a_perfect_selector_reaches_the_best_of_the_finalists(world: Any) -> Non
 
 
 def test_the_cost_of_combining_is_part_of_a_problems_usage(world: Any) -> None:
-    """The calls, written tokens and read tokens of combining are part of a problem's usage and
-    equal those of the journal.
+    """The calls, written tokens and read tokens of combining are part of a problem's usage, and
+    equal the sums of the journal.
     """
     result = world.run(planned(world, Selector(0.8)), world.session(), problems=40)
     asked = [

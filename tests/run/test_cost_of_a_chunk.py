@@ -136,7 +136,7 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
     """An accepted chunk takes a limited number of function calls, from the request to the draft
     until the turn is recorded.
 
-    The first turns are not counted, because they import and prepare.
+    The first turns are not counted, because modules are imported during these turns.
     """
     meter, _ = run
     accepted = [

@@ -67,8 +67,8 @@ def test_the_summary_counts_every_observed_decision(world: Any) -> None:
 
 
 def test_the_share_is_the_same_after_an_interruption(world: Any) -> None:
-    """After an interruption, decisions of earlier sessions count once, with and without a
-    directory.
+    """Decisions of earlier sessions count once after an interruption, both in a run with a
+    directory and in a run without.
     """
     whole = world.run(_plan(world), world.session(None), problems=12).summary.rate
     stop = Stop()

@@ -31,7 +31,7 @@ KILLS_OF_ONE_RUN = 20
 
 
 class Runs(Protocol):
-    """A starter of evaluations, one at a time, each in its own session."""
+    """A starter of evaluations, which runs one at a time, each in a process session of its own."""
 
     def start(self, directory: Path) -> int:
         """Start an evaluation; return the id of its first process, which is also the id of its

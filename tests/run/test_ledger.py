@@ -363,8 +363,8 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
 
 
 def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
-    """A long ledger is compacted, so its size stays bounded while a call is always in flight, and
-    each call is counted.
+    """A long ledger is compacted: its size stays bounded although a call is always in flight, and
+    every call is counted.
     """
     path = tmp_path / LEDGER
     file = LedgerFile(path, most_lines=50)

@@ -303,8 +303,7 @@ def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
 
 
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
-    """The decisions read for a replay are in order, each once, with its position and the gate's
-    observation.
+    """A replay gets each decision of a run once and in order, with the features of the chunk.
 
     Requests for scores are left out.
     """
@@ -462,8 +461,8 @@ def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
 
 
 def test_a_damaged_middle_is_refused(world: Any) -> None:
-    """A damaged line in the middle of a journal is refused by its line number, and the file is not
-    changed.
+    """A damaged line in the middle of a journal is an error that names the line's number, and the
+    file is not changed.
     """
     world.run(world.plan(), world.session(), problems=1)
     path = world.tmp_path / "run" / JOURNAL

@@ -206,7 +206,9 @@ def test_the_manifest_says_what_was_run(world: Any) -> None:
 
 
 def test_each_kind_of_verdict_is_reported(world: Any) -> None:
-    """Verdicts distinguish correct, wrong, without an answer, undecided, and grader failed."""
+    """Verdicts distinguish correct answers, wrong answers, missing answers, undecided answers, and
+    failures of the grader.
+    """
     words = {"1": "equal", "2": "different", "3": "unscored"}
 
     async def pipeline(
@@ -268,7 +270,7 @@ def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
 
 
 def test_two_problems_of_one_name_are_refused(world: Any) -> None:
-    """Two problems of the same name are refused, because the journal could not distinguish them."""
+    """Two problems with the same name are refused, because the journal could not distinguish them."""
     with pytest.raises(DatasetError, match="two problems have the id 'a'"):
         world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
 
@@ -458,7 +460,8 @@ class Lost(Queue):
 def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
     """A failing step counter does not end the run.
 
-    An unused engine may be closed, and calls of a lost engine reach their own deadline.
+    The counter of an unused engine may fail because the engine is closed. Calls of a lost engine
+    end at their own deadline.
     """
     plan = world.plan(target=Closed("target"), gate=FixedGate("accept"))
     assert world.run(plan, world.session("closed"), problems=1).status == "finished"
@@ -502,7 +505,7 @@ def test_recalled_turns_that_differ_are_reported(world: Any) -> None:
 def test_a_turn_that_was_tried_again_is_recorded_without_mixing_attempts(
     world: Any, again: str
 ) -> None:
-    """The turns recorded for a problem that was tried again all come from a single attempt."""
+    """If a problem is tried again, all turns recorded for it come from a single attempt."""
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     sessions = iter(["0a 0b 1d", again])
     seen: list[Outcome] = []

@@ -100,8 +100,8 @@ def test_problems_are_compared_in_their_order(world: Any) -> None:
 
 
 def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
-    """If no decision is reached, all problems are run and the exit code is that of a failed
-    check.
+    """If the comparison reaches no decision, all problems are run and the exit code is that of a
+    failed check.
     """
     result = world.run(plan(world, votes(1.0)), world.session(), PROBLEMS[:12])
     assert (result.status, result.exit_code, result.comparison.settled) == (
@@ -113,8 +113,8 @@ def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
 
 
 def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> None:
-    """The seed determines the order of problems, the report has the result, and a resume must keep
-    the order.
+    """The seed determines the order of problems, the report has the comparison's result, and a
+    resumed run must keep the order.
     """
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text(

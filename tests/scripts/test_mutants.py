@@ -45,7 +45,9 @@ def tree(tmp_path: Path) -> Path:
 def test_faults_are_reported_as_caught_survived_or_hung(
     tree: Path, line: str, tests: str, seconds: float, verdict: str
 ) -> None:
-    """The script reports each fault by its result, and the source is unchanged afterwards."""
+    """The script reports each fault as caught, survived or hung, and the source is unchanged
+    afterwards.
+    """
     before = (tree / "module.py").read_text()
     mutant = Mutant("one", "module.py", "return 2 * number", line, tests)
     trial = try_mutant(tree, mutant, seconds)

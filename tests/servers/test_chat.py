@@ -1,5 +1,5 @@
-"""Tests of servers that accept only text: their uses with the chat API and Ollama, and the refused
-uses.
+"""Tests of chat API and Ollama servers, which accept only text: what they can be used for, and what
+is refused.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> 
 
 @pytest.mark.anyio
 async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serve) -> None:
-    """A hosted model gets the answer so far inside the question.
+    """A hosted model gets the answer written so far as part of the question.
 
-    Hosted servers refuse unknown fields, so atts sends none and refuses `top_k`, which would need
+    Hosted servers refuse unknown fields, so atts sends none, and refuses `top_k`, which would need
     one.
     """
     server = serve("chat", quirks=ServerQuirks(prefill="closed"))
@@ -507,8 +507,8 @@ def test_a_model_of_openai_is_a_complete_address(
     model: str,
     variable: str,
 ) -> None:
-    """A model of OpenAI needs no address: URL and key come from the usual variables, and the key is
-    sent to no other host.
+    """A model of OpenAI needs no address: URL and key come from the usual environment variables,
+    and the key is sent to no other host.
     """
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ATTS_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -521,7 +521,7 @@ def test_a_model_of_openai_is_a_complete_address(
 
 @pytest.mark.parametrize("address", ["openai:localhost:8000", "openai:10.0.0.1:80/m", "openai:"])
 def test_a_host_without_a_scheme_is_not_taken_for_an_openai_model(address: str) -> None:
-    """A name that is a host with a port is not sent to OpenAI as a model's name."""
+    """A host with a port but without a scheme is not sent to OpenAI as a model's name."""
     with pytest.raises(OptionError, match="openai:http://HOST:PORT/MODEL"):
         read_server(address)
 

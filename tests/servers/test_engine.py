@@ -171,7 +171,8 @@ async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: s
     server = serve(dialect)
     async with client(server.url) as remote:
         assert remote.spec.engine.startswith(dialect + " ")
-        assert remote.spec.context_length < 1024  # the server keeps some positions for itself
+        # the server reserves some positions of the context for itself
+        assert remote.spec.context_length < 1024
 
 
 @pytest.mark.parametrize(

@@ -357,9 +357,7 @@ async def test_other_weights_are_noticed_by_a_run_that_needs_only_entropies(
 async def test_replies_do_not_wait_for_the_check_of_the_model(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check of the model occupies only one request at a time, and other requests are answered
-    meanwhile.
-    """
+    """While one request checks the model, other requests are answered."""
     look = ServerProbe.glance
     goes_on = anyio.Event()
     looks = list[int]()
@@ -513,7 +511,7 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
     now = 0.0
 
     class Passing(ScriptedEngine):
-        """A server that takes a second of the client's clock for each request."""
+        """A server for which each request takes a second by the client's clock."""
 
         async def sample(self, request: SampleRequest) -> Completion:
             nonlocal now
@@ -537,8 +535,8 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
 async def test_a_loading_server_is_waited_for_with_a_message(
     serve: Serve, client: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A status 503 while a server loads is waited for with a message; it is a failure only if
-    loading never ends.
+    """If a server answers with status 503 while it loads, atts waits with a message. The status is
+    a failure only if loading never ends.
     """
     server = serve("llamacpp", loading_seconds=0.5)
     with caplog.at_level(logging.WARNING, logger="atts.servers"):

@@ -126,7 +126,7 @@ class Pair:
 
 
 class Outage(Diary):
-    """A listener that kills a server once a run's journal has a given size."""
+    """A listener that kills a server once a run's journal has reached a given size."""
 
     def __init__(self, server: DialectServer, directory: Path, size: float) -> None:
         super().__init__()

@@ -234,8 +234,8 @@ class Lost(ScriptedEngine):
 
 
 def test_all_callers_continue_once_one_has_checked_the_replica(anyio_backend: Any) -> None:
-    """Once one caller has checked a returned replica, all callers use it again, however long it had
-    failed.
+    """Once one caller has checked a returned replica, all callers use it again, even after several
+    failures.
     """
 
     async def main() -> None:

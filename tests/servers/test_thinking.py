@@ -181,7 +181,7 @@ async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
 
 
 def test_earlier_problems_have_priority_at_the_server() -> None:
-    """Requests of earlier problems have priority at the server, also requests for scores.
+    """Requests of earlier problems have priority at the server, including requests for scores.
 
     SGLang uses the opposite sign for priorities.
     """

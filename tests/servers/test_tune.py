@@ -182,7 +182,9 @@ def test_a_server_is_tuned_by_its_counters(
 def test_loads_that_do_not_rise_are_refused(
     serve: Serve, load: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error about loads that do not rise names the flag, and the exit code is 2."""
+    """The error about loads that are not in increasing order names the flag, and the exit code is
+    2.
+    """
     server = serve("vllm", embedded, model="owner/draft")
     words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
     assert command(["tune", words, "--load", load]) == 2

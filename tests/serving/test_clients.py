@@ -108,5 +108,5 @@ def test_curl_gets_a_reply(address: str) -> None:
 
 
 def test_the_serve_extra_declares_the_server() -> None:
-    """The extra `serve` lists the web server on which the endpoint runs."""
+    """The extra `serve` lists the web server that runs the endpoint."""
     assert find_spec("uvicorn") is not None

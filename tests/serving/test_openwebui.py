@@ -64,6 +64,6 @@ def test_recorded_requests_are_answered(recorded: dict[str, Any]) -> None:
 
 
 def test_the_recording_has_every_kind_of_request() -> None:
-    """The recording has every kind of request, so that a recording which lost lines is noticed."""
+    """The recording has every kind of request, so a recording that lost lines would be noticed."""
     kinds = {one["kind"] for one in TRAFFIC}
     assert kinds == {"models", "chat", "streamed chat", "documents", *OF_ITS_OWN}

@@ -20,7 +20,7 @@ from tests.serving.test_clients import serve_embedded
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 pytest.importorskip("torch", reason="torch is not installed: pip install 'atts-llm[local]'")
 EXTRA = os.environ.get("ATTS_CLIENT_PACKAGES", "")
-"""Folders with packages that are not installed, joined as in PYTHONPATH."""
+"""Folders with packages that are not installed in this environment, joined as in PYTHONPATH."""
 
 
 @pytest.fixture(scope="module")

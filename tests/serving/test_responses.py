@@ -38,8 +38,8 @@ async def respond(client: Client, **fields: Any) -> httpx2.Response:
 
 
 async def events_of(client: Client, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a streamed response, after checking each against the line that names its
-    type.
+    """Return the events of a streamed response, after checking that each has the type that the line
+    before it names.
     """
     got: list[dict[str, Any]] = []
     kind = ""
@@ -433,6 +433,6 @@ def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 def test_responses_are_kept_for_a_time_above_0_that_ends(seconds: float) -> None:
-    """The error for a time of 0 or infinity names both limits."""
+    """Responses are kept for a finite time above 0; the error for another time names both limits."""
     with pytest.raises(OptionError, match=r"more than 0 days, and not for ever"):
         ServeOptions(response_seconds=seconds)

@@ -146,9 +146,8 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """No reply, log or file contains a secret, even with journals and the most detailed log level.
-
-    Two engines use one key file.
+    """No reply, log or file contains a secret, even with journals, the most detailed log level, and
+    two engines that use one key file.
     """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(responses, "_remove", _keep)

@@ -61,7 +61,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def shown(status: Callable[[], dict[str, Any]]) -> Generator[str]:
-    """Serve the page of a status until the end of the block."""
+    """Serve a page that shows this status, until the end of the block."""
     with view_server(0, status) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -84,7 +84,7 @@ scrolled.
 
 
 def looked_at(page: Page, address: str, name: str) -> None:
-    """Open the page at both widths, light and dark, and check that nothing is cut off or
+    """Open the page at both widths, in light and dark colours, and check that nothing is cut off or
     blocked.
     """
     for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):

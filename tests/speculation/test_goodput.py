@@ -198,8 +198,8 @@ def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
 def test_the_cost_of_new_texts_is_included(
     sequences: int, start: float, ends: float, catching_up: float, least: float
 ) -> None:
-    """A drafter must read each new text first, so the engine proposes little unless long proposals
-    pay for the reading.
+    """A drafter must read each new text before it proposes. The engine counts this time, so it
+    proposes little unless long proposals make up for it.
     """
     machine = Machine(straight(start, 1.4e-4), 2e-5)
     machine.ends = ends
@@ -331,7 +331,8 @@ def test_the_reported_gain_is_the_real_one(acceptance: float) -> None:
 def test_acceptance_is_not_biased_by_untested_positions() -> None:
     """Positions after a rejection are not tested, and the estimated acceptance leaves them out.
 
-    Dividing accepted by proposed tokens would give 0.54 instead of 0.8 for five tokens.
+    For proposals of five tokens, accepted tokens divided by proposed tokens would be 0.54 instead
+    of 0.8.
     """
     survival = Survival(8)
     random = np.random.default_rng(1)

@@ -274,8 +274,8 @@ CHEAP = {
 
 
 class Opened(Rounds):
-    """A machine with a new engine, whose first steps are interrupted by memory that is touched for
-    the first time.
+    """A machine with a new engine, whose first steps are interrupted because memory is used for the
+    first time.
     """
 
     looking = 1.3e-4
@@ -319,8 +319,8 @@ class Prompts(Machine):
     def _written(
         self, lengths: list[int]
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Return the result of `_written`, plus the seconds for the prompts that the drafter reads
-        in this step.
+        """Return what `Machine._written` returns, plus the seconds in which the drafter reads
+        prompts in this step.
         """
         tokens, seconds, (proposing, step), rounds = super()._written(lengths)
         keys = {key for key, _, _ in rounds}

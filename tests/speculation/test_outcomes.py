@@ -31,8 +31,8 @@ def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
 def test_outcomes_are_ranked_by_probability(
     window: tuple[list[int], list[PlaceLaw]],
 ) -> None:
-    """Each outcome occurs once, a proposed token is never its own correction, and probabilities sum
-    to at most 1.
+    """Each outcome occurs once, a proposed token is never listed as its own correction, and
+    probabilities sum to at most 1.
     """
     proposal, places = window
     found = ranked_outcomes(proposal, places)

@@ -94,7 +94,7 @@ def test_the_next_request_of_a_rollout_continues_its_text() -> None:
 
 
 class Sure(HintProposer):
-    """A proposer of one token with a given confidence that counts its calls."""
+    """A proposer that always proposes one token with a given confidence, and counts its calls."""
 
     def __init__(self, token: int, confidence: float) -> None:
         super().__init__()

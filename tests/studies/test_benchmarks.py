@@ -63,8 +63,8 @@ def test_the_newer_of_two_records_counts(tmp_path: Path) -> None:
 
 
 def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
-    """A later quick run does not replace the record of a long run, even if its title has a larger
-    number.
+    """A later quick run does not replace the record of a long run, even if the number in its title
+    is larger.
     """
     _emit(tmp_path / "long", ((1, 9.0, "b"),), "full", "Growth of 9 things")
     _emit(tmp_path / "quick", ((1, 2.0, "b"),), "quick", "Growth of 2 things")
@@ -151,7 +151,7 @@ _STUDIES_OF = {
 
 
 def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
-    """The study of each mark exists, and so does every command on the page."""
+    """Each marked part of a page names an existing study, and every command on the page exists."""
     for page in pages.pages(checkout):
         text = page.read_text()
         found = list(_marks(text))

@@ -1,4 +1,6 @@
-"""Tests of the study of the round trip: it makes one table, and continues after the finished trips."""
+"""Tests of the study of training a draft by distillation: it makes one table, and repeats no
+finished training trip.
+"""
 
 from __future__ import annotations
 

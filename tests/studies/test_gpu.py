@@ -331,8 +331,9 @@ def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: 
 def test_pairs_open_in_the_order_that_users_get(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft opens first and knows the target that follows; on a GPU no cache size is fixed
-    beforehand.
+    """The draft opens first, and its demand includes the target that opens next.
+
+    On a GPU, no cache size is fixed beforehand.
     """
     own = lab(tmp_path)
     monkeypatch.setattr(gpu.Lab, "is_cuda", property(lambda self: True))

@@ -79,7 +79,9 @@ def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: P
 
 
 def test_what_a_kill_left_of_a_problem_is_cut_off(recorded: Path, tmp_path: Path) -> None:
-    """Records that follow a torn line can be read, and no record of the torn problem is left."""
+    """After a kill, records that follow an incomplete line can be read, and no record of the
+    interrupted problem is left.
+    """
     text = recorded.read_text(encoding="utf-8")
     torn = tmp_path / "bank.jsonl"
     torn.write_text(text[:-200], encoding="utf-8")
@@ -186,8 +188,8 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
 
 
 def test_the_split_shares_both_halves_among_both_sources() -> None:
-    """The split of problems has both sources in both halves: they alternate, and two of every four
-    problems are for development.
+    """Both halves of the split have problems of both sources: the sources alternate, and two of
+    every four problems are for development.
     """
     names = [f"{source}/{index}" for index in range(8) for source in ("gsm8k", "math500")]
     parts = judges.split(names)
@@ -455,7 +457,7 @@ def test_a_bank_of_rollouts_alone_has_what_cascades_need(tmp_path: Path) -> None
 
 
 def test_auroc_counts_ties_half() -> None:
-    """The AUROC with ties equals a value computed by hand."""
+    """The AUROC counts a tie as one half, as in a value computed by hand."""
     assert judges.auroc([3.0, 1.0], [1.0, 0.0]) == pytest.approx(3.5 / 4)
 
 

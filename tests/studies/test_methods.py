@@ -35,7 +35,9 @@ def _sum(name: str, right: float, target: int) -> Any:
 
 
 def test_what_is_beaten_in_one_and_better_in_none_is_not_on_the_frontier() -> None:
-    """The frontier is sorted by arithmetic, and two equal runs are both on it."""
+    """The frontier is sorted by the amount of arithmetic, and two runs with equal results are both
+    on it.
+    """
     found = {
         "draft-only-1": _sum("a", 0.5, 0),
         "atts-0.2-1": _sum("b", 0.9, 20),

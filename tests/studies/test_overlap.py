@@ -91,8 +91,9 @@ def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed:
 def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> None:
     """In the simulation, a step of Mirror takes the time of the paper's equation (10).
 
-    If the exit missed the token, the time of a new draft is added. The share of correct guesses
-    equals the probability of the exit's first choices, and more choices are correct more often.
+    If the early exit missed the token, the time of a new draft is added. The share of correct
+    guesses equals the probability of the exit's first choices, and more choices are correct more
+    often.
     """
     line = mirror(trace(0.8), even(5, message), 4, 3, depth)
     tokens = line.tokens / line.steps

@@ -55,7 +55,7 @@ def test_what_grows_run_by_run_is_called_so(field: str, name: str, step: float) 
 
 
 def test_a_short_run_does_not_call_its_warm_up_a_leak() -> None:
-    """A short run says that it cannot decide whether resources grow."""
+    """The report of a short run says that it cannot decide whether resources grow."""
     levels = [replace(LEVEL, seconds=10.0 * n, memory_mib=500.0 + 3 * n) for n in range(40)]
     assert _said(levels)["memory, MiB"] == "too few runs to say"
 

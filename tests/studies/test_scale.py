@@ -64,8 +64,8 @@ def test_one_request_takes_what_the_formula_says(law: Any) -> None:
 
 
 def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
-    """A new request makes one step longer, and the host hands requests to the engine one after the
-    other before the step.
+    """A new request makes one step longer. Before this step, the host hands requests to the engine
+    one after the other.
     """
     (plain,), _ = run_virtual(_timed, law, [(0.0, 15, 4)])
     dear = replace(COST, request=0.5, call=3.0)

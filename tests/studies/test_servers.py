@@ -107,7 +107,9 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:
-    """A faster pair scales all costs of a step, but not the engine's capacity."""
+    """If a pair is paced to be faster, all costs of a step shrink by the same factor, but the
+    engine's capacity stays the same.
+    """
     fast = servers.paced(PAIR, 10.0)
     assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(
         PAIR.target.seconds(8, 1000.0, 50.0) / 10

@@ -102,7 +102,7 @@ def ignores(**settings: Any) -> type[Rig]:
 
 
 def seeded(purpose: Callable[[Rig], object]) -> type[Rig]:
-    """Make an engine that draws from a stream that depends on more than the seed."""
+    """Make an engine whose random stream depends on more than the seed."""
     return asks(lambda engine, r: replace(r, seed=replace(r.seed, purpose=str(purpose(engine)))))
 
 
@@ -319,7 +319,7 @@ class SharesSettings(Rig):
 
 
 class ClosesForAll(Rig):
-    """An engine whose closing changes the tokens that other engines draw."""
+    """An engine that changes the tokens sampled by other engines when it is closed."""
 
     closed: ClassVar[list[bool]] = [False]
 
@@ -417,7 +417,9 @@ class Shut(Rig):
 
 
 class DrawsOtherwise(Rig):
-    """An engine that draws with another attempt's random stream while it scores."""
+    """An engine that uses another attempt's random stream for the tokens that it samples while it
+    scores.
+    """
 
     async def score(self, request: ScoreRequest) -> Scores:
         draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, attempt=1))
@@ -561,8 +563,8 @@ def test_every_check_can_fail_and_passes_a_correct_engine(check: str) -> None:
 def test_correct_engines_pass(
     factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]
 ) -> None:
-    """Correct engines pass in both roles, with several queues, both tokenizers, one or both
-    capabilities, and both back ends.
+    """Correct engines pass as draft or target, with one slot or several, with either tokenizer,
+    with one or both capabilities, and on both back ends.
     """
     report = run_virtual(check_engine, factory, backend=backend)
     assert {result.check for result in report.results} == set(CHECKS)

@@ -42,8 +42,8 @@ class RecitingEngine:
     """An engine that writes one fixed solution for each problem, with each token correct with a
     fixed probability.
 
-    The distribution of a token depends only on its position, whether earlier tokens were correct or
-    wrong. Scores follow the same distribution.
+    The distribution of a token depends only on its position, not on whether earlier tokens were
+    correct. Scores follow the same distribution.
     """
 
     def __init__(self, role: Role, problems: tuple[Problem, ...]) -> None:

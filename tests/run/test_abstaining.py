@@ -101,8 +101,8 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
 ) -> None:
     """If there are too few labelled problems, the error gives the number needed.
 
-    Unfinished runs, runs that withheld answers, and only one of the settings `abstain` and
-    `labelled` are refused too.
+    Unfinished runs and runs that withheld answers are refused too, and so is one of the settings
+    `abstain` and `labelled` without the other.
     """
     with pytest.raises(OptionError, match="about .* similar labelled problems are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))

@@ -84,8 +84,8 @@ scrolled.
 
 
 def looked_at(page: Page, address: str, name: str) -> None:
-    """Open the page at both widths, in light and dark colours, and check that nothing is cut off or
-    blocked.
+    """Open the page at desktop and telephone width, in light and dark colours, and check that
+    nothing is cut off or blocked.
     """
     for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
         page.look(width, 900, scheme)

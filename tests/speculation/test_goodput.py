@@ -198,8 +198,8 @@ def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
 def test_the_cost_of_new_texts_is_included(
     sequences: int, start: float, ends: float, catching_up: float, least: float
 ) -> None:
-    """A drafter must read each new text before it proposes. The engine counts this time, so it
-    proposes little unless long proposals make up for it.
+    """A drafter must read each new text before it proposes. The engine counts this time, and
+    proposes little unless long proposals save more time.
     """
     machine = Machine(straight(start, 1.4e-4), 2e-5)
     machine.ends = ends

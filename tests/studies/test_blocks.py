@@ -45,8 +45,8 @@ WRITING = "import sys; print(flush=True); sys.stdin.readline(); held = b'1' * 20
 
 
 def test_a_process_takes_what_it_has_written() -> None:
-    """Memory that a process has written counts in the process's memory, measured in kilobytes with
-    its share of common pages.
+    """The memory of a process, in kilobytes, includes what the process has written and its share of
+    pages that several processes use.
     """
     with subprocess.Popen(
         [sys.executable, "-S", "-c", WRITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE

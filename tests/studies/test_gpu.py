@@ -1,5 +1,5 @@
-"""Tests of the GPU study without a GPU: what it imports, how it continues, what its tables contain,
-and all of its code on a CPU.
+"""Tests of the GPU study without a GPU: its imports, how it continues, the contents of its tables,
+and all its code on a CPU.
 """
 
 from __future__ import annotations

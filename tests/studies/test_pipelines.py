@@ -35,8 +35,8 @@ def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
-    """After a kill in the middle of a write, the parts before and after the torn line are read, and
-    the next part has its own line.
+    """After a kill in the middle of a write, the parts before and after the incomplete line are
+    read. The next part begins on a new line.
     """
     path = tmp_path / "ledger.jsonl"
     Ledger(path).add(piece("atts", 0))

@@ -99,8 +99,8 @@ def test_what_to_take_is_what_was_fastest() -> None:
 
 
 def test_the_bound_counts_every_models_tokens_at_its_own_rate() -> None:
-    """The time bound is the sum d + s + g: here 1 s of drafting, 1 s of scoring, and the time of
-    all the target's tokens.
+    """The time bound counts each kind of token at its model's own rate: 1 s of drafting, 1 s of
+    scoring, and 10 s of the target's writing.
     """
     one = measured("4M", 1, 24.0, 5.0)
     assert one.bound("atts", "weakened") == pytest.approx(100 * 0.01 + 50 * 0.02 + 40 * 0.25)

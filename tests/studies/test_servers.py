@@ -54,8 +54,8 @@ async def _conversation(law: Any) -> list[int]:
 
 
 def test_requests_without_names_find_their_prefix() -> None:
-    """As in a server's cache, a rollout finds its whole prefix in the cache, and a sibling finds
-    the prompt except the last token.
+    """A rollout finds its whole prefix in the cache, and a sibling finds the prompt except the last
+    token. A server's cache does the same.
     """
     with servers.pair_law() as law:
         first, again, scored, sibling = run_virtual(_conversation, law)

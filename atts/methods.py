@@ -211,16 +211,16 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "paper-marginal",
-        "the rule of the paper's code: each score is ranked among all stored first-turn scores; "
-        "an escalated chunk is kept",
+        "the rule in the published code: each score is ranked among all stored first-turn scores; "
+        "an escalated chunk is kept, and the target writes the next one",
         _AS_PUBLISHED,
         _marginal,
         departures=PAPER_DEPARTURES,
     ),
     Preset(
         "paper-conditional",
-        "the rule of the paper's code, with ranks among the stored first-turn scores of the "
-        "chunk's question",
+        "the rule in the published code, but each score is ranked only among the stored "
+        "first-turn scores of its question",
         _AS_PUBLISHED,
         _conditional,
         departures=PAPER_DEPARTURES,
@@ -446,7 +446,7 @@ def certify_graded(
             raise CalibrationInputError(
                 "labelled run",
                 counted(missing, "other problem"),
-                "the problems of the target alone",
+                "the same problems as in the run of the target alone",
             )
         pair = [[one.right[name] for name in names] for one in (target, policy)]
         losses = (net_losses if net else lost_answers)(*pair)
@@ -462,7 +462,7 @@ def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0
     """
     if certificate.chosen is None:
         raise CalibrationInputError(
-            "certificate", certificate.guarantee, "a certificate of a policy"
+            "certificate", certificate.guarantee, "a certificate that names a certified policy"
         )
     promise = (certificate.guarantee, certificate.voided_by)
     return CertifiedGate(frozen_gate(certificate.chosen.rate, stored, seed), promise)

@@ -170,7 +170,9 @@ class StageOptions:
         """
         if self.stages > 1 and speculation.speculate == "mirror":
             raise OptionError(
-                "stages", "cannot be combined with speculate=mirror, which needs an early exit"
+                "stages",
+                "cannot be combined with speculate=mirror, because a target in several "
+                "stages has no early exit",
             )
         if self.stages > 1 and options.scores != "float32":
             raise OptionError(

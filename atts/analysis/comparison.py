@@ -252,7 +252,7 @@ def _right(row: Mapping[str, Any], path: Path) -> float | None:
     raise DatasetError(
         str(path),
         f"{value!r} is not a verdict that atts knows",
-        'Write "correct": true or false, or a share from 0 to 1',
+        'Set "correct" to true, to false, or to the share of correct rollouts (0 to 1)',
     )
 
 

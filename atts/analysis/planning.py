@@ -773,16 +773,16 @@ def _shares(data: PlanData) -> dict[str, float]:
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
         "Each accuracy is an average over all subsets of the recorded rollouts. The best of "
-        f"{counted(len(found), 'option')} is the one with the highest accuracy, so its accuracy "
-        "is slightly overestimated.",
+        f"{counted(len(found), 'option')} was chosen for its high measured accuracy, which is "
+        "therefore slightly overestimated.",
         "Costs are upper bounds, because they include rollouts that would be cancelled once "
         "the vote is settled. Seconds were measured under the load of the recorded runs.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"Left out here: {counted(censored, 'rollout')} that a settled vote cancelled. "
-            "Accuracies for fewer samples are therefore biased towards fast rollouts; a run with "
-            "--early-stop none avoids this bias."
+            f"The plan leaves out {counted(censored, 'rollout')} cancelled because the vote was "
+            "already settled. Accuracies for fewer samples are therefore biased towards fast "
+            "rollouts; a run with --early-stop none avoids this bias."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)
@@ -790,8 +790,8 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:
             notes.append(
-                f"The 95 % interval of the accuracy is {wide:.2f} wide; run more problems to "
-                "distinguish the options better."
+                f"The 95 % interval of the best option's accuracy is {wide:.2f} wide; run more "
+                "problems to make it narrower."
             )
     return notes
 
@@ -966,7 +966,8 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
         if headroom.high < _SMALL:
             return "draft-only", draft, f"the target is not more accurate than the draft: {whole}"
         more = (
-            f"{whole}; with more problems, it could turn out to be as large as {headroom.high:.2f}"
+            f"{whole}; with more problems, the headroom could turn out to be as large as "
+            f"{headroom.high:.2f}"
         )
         return (
             "draft-only",
@@ -991,18 +992,22 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
             f"{known}, and the target is more accurate than the draft: {whole}",
         )
     best = min(helpful, key=lambda row: (row.cost_per_point, -row.accuracy.value))
-    gain = f"gain over a coin {best.gain.signed()}" if best.gain is not None else ""
+    gain = f"gain in accuracy over a coin {best.gain.signed()}" if best.gain is not None else ""
     prices = (
         f"each percentage point of accuracy above the draft costs {best.cost_per_point:,.1f} "
         f"tokens per problem with {best.arm.name}, and {whole_target.cost_per_point:,.1f} with "
         f"{alone}"
     )
     if best.cost_per_point < whole_target.cost_per_point:
-        return "gate", best, f"{best.arm.name} chooses chunks better than a coin ({gain}); {prices}"
+        return (
+            "gate",
+            best,
+            (f"{best.arm.name} chooses chunks to escalate better than a coin ({gain}); {prices}"),
+        )
     return (
         alone,
         whole_target,
-        f"the gate is better than a coin ({gain}), but {alone} costs less per point of "
+        f"the gate is better than a coin ({gain}), but {alone} costs less per percentage point of "
         f"accuracy: {prices}",
     )
 
@@ -1044,5 +1049,5 @@ def pilot_lines(report: PilotReport) -> list[str]:
         f"p: p-value of the gain, corrected by Holm's method for {tried} gates. The accuracy of "
         "the best of several methods is slightly overestimated.",
         "Cost per problem: number of tokens that the target decodes, plus a tenth of all other "
-        "tokens: those of the draft, and those that the target scores or samples while scoring.",
+        "tokens (tokens of the draft, and tokens that the target scores or samples while scoring).",
     ]

@@ -210,11 +210,13 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         "atts, early_stop=certain",
     ),
     StoppingRule(
-        "likely", f"stops when the leading answer stays ahead with probability {SURE:g}",
+        "likely", f"stops when the leading answer will keep its lead with probability {SURE:g} or "
+                  "more",
         _one_by_one(_is_likely), "atts, early_stop=likely",
     ),
     StoppingRule(
-        "beta", f"stops when the leading answer beats the second with probability {SURE:g}",
+        "beta", "stops when the leading answer is more frequent than the second one with "
+                f"probability {SURE:g} or more",
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),
     StoppingRule(
@@ -228,8 +230,8 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
     ),
     StoppingRule(
         "certaindex",
-        f"stops when n >= {_CERTAINDEX_FROM} answers have arrived and 1 - entropy / log n is at "
-            f"least {_CERTAINDEX:g}",
+        f"stops when n >= {_CERTAINDEX_FROM} answers have arrived and 1 - H / log n is at least "
+        f"{_CERTAINDEX:g}, where H is the entropy of the answers",
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
@@ -288,7 +290,7 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"only the {100 * kept:g} % of rollouts with the highest {score} vote; votes are "
+        f"only the {100 * kept:g} % of rollouts with the highest {score} may vote, and votes are "
         f"weighted by {score}"
     )
     return StoppingRule(f"deepconf offline {100 * kept:g}", about, play, "DeepConf")
@@ -318,8 +320,8 @@ def deepconf_online(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"drops rollouts that are less confident than {100 * _KEPT_ONLINE:g} % of the first "
-        f"rollouts; stops when one answer has {100 * SURE:g} % of the weight"
+        f"ignores rollouts that are less confident than {100 * _KEPT_ONLINE:g} % of the first "
+        f"rollouts; stops when one answer has {100 * SURE:g} % of the weight of all votes"
     )
     return StoppingRule("deepconf online", about, play, "DeepConf")
 
@@ -583,7 +585,8 @@ def referee(
     if any(math.isnan(one.costs[unit]) for problem in problems for one in problem.rollouts):
         raise OptionError(
             "--match",
-            f"the {options.unit} of some rollouts were not recorded; use --match samples instead",
+            f"the run does not record the {options.unit} of every rollout; use --match samples "
+            "instead",
         )
     orders = options.orders or max(_FEWEST_ORDERS, min(_ORDERS, _PLAYED // len(problems)))
     tables = [_played_by(problem, rules, most, orders, options.seed) for problem in problems]
@@ -650,7 +653,8 @@ def rules_for(
     rules.append(
         StoppingRule(
             ORACLE,
-            "an answer counts as correct if any rollout is correct; no rule can be more accurate",
+            "a problem counts as correct if any of its rollouts is correct; no rule can be more "
+            "accurate",
             take_all,
         )
     )

@@ -760,7 +760,7 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if budget < 0:
         raise OptionError(
             "budget",
-            f"{budget} is not a possible number of escalations per problem; give 0 or more",
+            f"{budget} is not a valid number of escalations per problem; give 0 or more",
         )
     if isinstance(gate, RoundGate):
         raise OptionError(

@@ -271,7 +271,7 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
         if name not in _SAME_ROLLOUTS and was != wanted:
             raise OptionError(
                 "method",
-                f"{method} uses another value of {name} than the recorded run, so it would "
+                f"{method} needs a value of {name} that differs from the recorded one, so it would "
                 f"generate different texts; run {method} instead of replaying it",
             )
 

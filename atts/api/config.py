@@ -242,10 +242,10 @@ class Job:
     ] = None
     log: Annotated[
         tuple[str, ...],
-        "trackers to which the run's metrics are also sent: wandb, mlflow, tensorboard, "
-        "trackio or otel; NAME:PROJECT names a project, experiment or folder",
+        "trackers that also receive the run's metrics: wandb, mlflow, tensorboard, trackio or "
+        "otel; NAME:PROJECT names a project, experiment or folder",
     ] = ()
-    compare_to: Annotated[str | None, "earlier run with which stop_when compares this run"] = None
+    compare_to: Annotated[str | None, "earlier run to compare this run with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
         "when to stop early: decided (this run is shown to be better or worse than compare_to), or "

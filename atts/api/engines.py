@@ -431,8 +431,8 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
     if not count.isdecimal() or not 1 <= int(count) <= _MOST_REPLICAS:
         raise OptionError(
             "replicas",
-            f"{count!r} is not a possible number of processes; give a whole number from 1 "
-            f"to {_MOST_REPLICAS}",
+            f"{count!r} is not a valid number of processes; give a whole number from 1 to "
+            f"{_MOST_REPLICAS}",
         )
     found = _ZooModel(str(zoo.folder(name)), urlencode(named), "", int(count))
     if bound is None:
@@ -456,7 +456,10 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
         if kept.loss
         else ""
     )
-    loss = f"the lossy replacement {kept.name} is used instead of the model ({stands}): {kept.loss}"
+    loss = (
+        f"the lossy replacement {kept.name} is used instead of the model ({stands}). Its loss: "
+        f"{kept.loss}"
+    )
     return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
 

@@ -408,7 +408,9 @@ def _changed_problems(
         changed = ["problems"]
         here["problems"] = "others"
         count = stored.problems or 0
-        there["problems"] = f"{counted(count, 'problem')} with another text or order"
+        there["problems"] = (
+            f"{counted(count, 'problem')} with different texts or in a different order"
+        )
     now |= here
     then |= there
     return changed
@@ -756,7 +758,7 @@ class _RecordedProblems:
         planned = run.manifest.problems
         missing = 0 if planned is None else planned - found.count
         if missing > 0 or not found.count:
-            still = f"{counted(missing, 'problem')} not complete" if missing > 0 else "no result"
+            still = f"{counted(missing, 'unfinished problem')}" if missing > 0 else "no result"
             raise OptionError("run", f"{run.directory} has {still}; repeat its command first")
         return found
 

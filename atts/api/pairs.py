@@ -51,7 +51,7 @@ class PairChoice:
         for name in ("draft_servers", "target_servers"):
             if not 1 <= getattr(self, name) <= 90:
                 raise OptionError(
-                    name, f"{getattr(self, name)} is not a possible number of servers; give 1 to 90"
+                    name, f"{getattr(self, name)} is not a valid number of servers; give 1 to 90"
                 )
 
 

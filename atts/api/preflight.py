@@ -227,8 +227,8 @@ def _mean_rollout(
     past = _best_past(configuration, setup.roles)
     if past is not None:
         words = (
-            f"based on {past.directory}: the same models and method, "
-            f"{counted(past.rollouts, 'rollout')}"
+            f"estimated from {counted(past.rollouts, 'rollout')} of {past.directory}, a run with "
+            "the same models and method"
         )
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
         if not math.isclose(grown, 1.0):
@@ -640,8 +640,8 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
             yield Check(
                 role,
                 "warn",
-                "the server applies the temperature to its log-probabilities, so atts scores "
-                "every chunk again",
+                "the server's log-probabilities depend on the temperature, so atts scores every "
+                "chunk again to get raw ones",
                 advice,
             )
     if len(engines) == 2:
@@ -660,8 +660,8 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         yield Check(
             "context",
             "warn",
-            f"the context has {shortest:,} tokens, but a rollout without its prompt may already "
-            f"have {most:,}",
+            f"the context has only {shortest:,} tokens, but a rollout may have {most:,}, not "
+            "counting its prompt",
             advice,
         )
     else:

@@ -92,7 +92,7 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if abstain is None or labelled is None:
         raise OptionError(
             "abstain",
-            "give both abstain (the largest share of wrong answers) and labelled (a graded run), "
+            "give both abstain (the allowed share of wrong answers) and labelled (a graded run), "
             "or neither",
         )
     risk, kept = _parsed_risk(abstain)
@@ -239,7 +239,7 @@ class Setup:
                 "cap", f"{self.cap} is outside [0, 1]; the cap is a share of the chunks"
             )
         if not 0 <= self.give_up_after < math.inf:
-            problem = f"{self.give_up_after} is not a possible number of seconds; give 0 or more"
+            problem = f"{self.give_up_after} is not a valid number of seconds; give 0 or more"
             raise OptionError("give_up_after", problem)
 
     @property
@@ -511,8 +511,8 @@ class Setup:
         if not 0 < self.accept_when_agreeing <= 1:
             raise OptionError(
                 "accept_when_agreeing",
-                f"{self.accept_when_agreeing} is not a possible share of rollouts; give a "
-                "number above 0 and at most 1",
+                f"{self.accept_when_agreeing} is not a valid share of rollouts; give a number "
+                "above 0 and at most 1",
             )
         if not isinstance(gate, ConformalGate):
             raise OptionError(

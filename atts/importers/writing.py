@@ -288,8 +288,8 @@ class _Reading:
             raise DatasetError(
                 self.options.known_as,
                 "none of the dataset's questions occurs in the files",
-                "Apart from white space, a question must have the same text in both; to keep the "
-                "problems from the files, leave out --dataset",
+                "Apart from white space, a question must have the same text in the dataset and in "
+                "the files; to keep the problems of the files, leave out --dataset",
             )
         self._made.most_rollouts = max(counts.values())
         self.is_timed = self._made.with_seconds == self._made.rollouts
@@ -476,8 +476,9 @@ def _origin(made: Imported, options: ImportOptions) -> str:
             "the rest"
         )
     return (
-        f"atts did not make the texts of this run: it imported {counted(made.rollouts, 'rollout')} "
-        f"from {made.format} files. The other tool recorded {', '.join(known)}; {whose}"
+        "atts did not generate the texts of this run: it imported "
+        f"{counted(made.rollouts, 'rollout')} from {made.format} files. The other tool recorded "
+        f"{', '.join(known)}; {whose}"
     )
 
 

@@ -569,7 +569,9 @@ def extend_drawn(
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn
     text = sequence.ids[sequence.first_scored :]
-    assert drawn is not None, "tokens may be drawn only if the request wants a completion"
+    assert drawn is not None, (
+        "tokens may be sampled while scoring only if the request asks for a completion"
+    )
     for place in range(len(drawn.logprobs), first + len(tokens)):
         token = tokens[place - first]
         drawn.ids.append(token)

@@ -84,10 +84,10 @@ class Loss:
         """Return a description of the loss in one line."""
         before, after = self.accuracy
         return (
-            f"{self.nats:.4g} nats per token, {100 * self.flips:.2f} % of {self.tokens:,} greedy "
-            f"tokens change; accuracy goes from {before:.3f} to {after:.3f}, difference "
-            f"{after - before:+.3f} [{self.change[0]:+.3f}, {self.change[1]:+.3f}] (n = "
-            f"{self.count}, {self.problems})"
+            f"{self.nats:.4g} nats per token; the most likely token changes at "
+            f"{100 * self.flips:.2f} % of {self.tokens:,} positions; accuracy goes from "
+            f"{before:.3f} to {after:.3f}, difference {after - before:+.3f} "
+            f"[{self.change[0]:+.3f}, {self.change[1]:+.3f}] (n = {self.count}, {self.problems})"
         )
 
 

@@ -1494,7 +1494,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
             spec.name,
-            "the engine sampled tokens in a call for scores, but they differ from the scored tokens",
+            "the tokens that the engine sampled while scoring do not match the scored text",
         )
     # If no end was drawn, the completion continues, so at least one of its `max_tokens` must be
     # left.

@@ -487,7 +487,9 @@ class DialectClient:
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
             raise BadReply(
-                self._name, "the reply has no scores, although the request turned the cache off"
+                self._name,
+                "the reply has no scores, although the request asked the server not "
+                "to use its cache",
             )
         return scores
 
@@ -603,7 +605,8 @@ class DialectClient:
         if is_processed or not isinstance(self.dialect, Forcer):
             raise UnsupportedByEngine(
                 self._name,
-                "the server does not return raw log-probabilities",
+                "the server does not return raw log-probabilities, which do not depend on the "
+                "temperature",
                 "Sample at temperature 1",
             )
         known = [value for value in sent if value is not None]

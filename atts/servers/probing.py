@@ -410,10 +410,16 @@ class ServerProbe:
         # both must agree.
         difference = _distance(first.logprobs, _known_logprobs(written))
         if difference > 2 * TOLERANCE:
-            seen = f"scores of a sampled text differ by {difference:.3f} nats from its log-probabilities"
+            seen = (
+                f"scores of a sampled text differ by {difference:.3f} nats from the "
+                "log-probabilities that came with the text"
+            )
             return Finding("scores", "no", seen, "score")
         nats = max(drift, difference)
-        seen = f"{len(first.logprobs)} scores are finite and agree within {nats:.4f} nats"
+        seen = (
+            f"{len(first.logprobs)} scores are finite and agree within {nats:.4f} nats with scores "
+            "from a second request and with sampled log-probabilities"
+        )
         return Finding("scores", "yes", seen, "score")
 
     async def _measure_convention(self) -> Convention:
@@ -532,9 +538,9 @@ def _convention_finding(sampled: LogProbs, measured: Convention) -> Finding:
         return Finding(
             "convention",
             "unknown",
-            f"sampled log-probabilities should be {sampled}, but this was not measured",
+            f"log-probabilities of sampled tokens should be {sampled}, but this was not measured",
         )
-    return Finding("convention", "yes", f"sampled log-probabilities are {sampled}")
+    return Finding("convention", "yes", f"log-probabilities of sampled tokens are {sampled}")
 
 
 def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:

@@ -102,7 +102,7 @@ def test_drift_and_a_missed_rate_are_reported() -> None:
     assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
     assert "the drift statistic passed the alarm level" in doubts
-    assert "if a calibrator decided on the scores in file order, 5" in doubts
+    assert "if a calibrator decided on the stored scores in the order of the file: 5" in doubts
     assert "off target" in doubts
     assert found.standing == "care"
 
@@ -236,7 +236,7 @@ def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]
     assert found.headline.numbers[3].note.startswith("an upper bound")
-    assert "not known" in render_calibration(found, "markdown")
+    assert "do not record their questions" in render_calibration(found, "markdown")
 
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "aci", "question", "question-turn"])

@@ -172,7 +172,7 @@ def test_a_gate_that_costs_more_than_the_target_is_not_recommended() -> None:
     row = report.row("mean")
     assert row is not None
     assert row.helps
-    assert (report.take, "less per point" in report.reason) == ("target-only", True)
+    assert (report.take, "less per percentage point" in report.reason) == ("target-only", True)
     cheap = judge_pilot([draft, target, coin, made("mean", [0.8, 0.7] * 10, 400, "coin")])
     assert cheap.take == "gate"
 

@@ -233,7 +233,7 @@ def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
     ("options", "problem"),
     [
         ({"rules": ["betta"]}, "--rules: 'betta' is unknown; did you mean 'beta'"),
-        ({"unit": "dollars"}, "--match: the dollars of some rollouts were not recorded"),
+        ({"unit": "dollars"}, "--match: the run does not record the dollars of every rollout"),
         ({"unit": "euros"}, "--match: 'euros' is unknown"),
         ({"orders": 0}, "--orders: 0 is too few random orders"),
         ({"samples": 1}, "--samples: 1 is too few rollouts to apply a rule to"),
@@ -306,7 +306,7 @@ def test_the_command_prints_a_row_or_an_object_per_rule(
         "8 problems with 48 rollouts, up to 6 per problem, in 10 random orders (seed 0)"
     )
     assert [line.split()[0] for line in out.splitlines()[3:6]] == ["all", "exact", "beta"]
-    assert "beta: stops when the leading answer beats the second with probability 0.95" in out
+    assert "beta: stops when the leading answer is more frequent than the second one" in out
     assert command(["replay", directory, "--rules", "all", "--orders", "10", "--json"]) == 0
     objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert objects[-1]["type"] == "summary"

@@ -172,7 +172,8 @@ def test_the_lossy_setting_opens_a_variant_within_its_bound(
     said = caplog.messages[0]
     assert (
         "the lossy replacement lean is used instead of the model (base/layers.1.mlp as "
-        "layers.1.mlp): 0.005 nats per token, 10.00 % of 900 greedy tokens change" in said
+        "layers.1.mlp). Its loss: 0.005 nats per token; the most likely token changes at 10.00 % "
+        "of 900 positions" in said
     )
     assert (
         "accuracy goes from 0.500 to 0.400, difference -0.100 [-0.300, +0.100] (n = 30, toys)"

@@ -290,7 +290,7 @@ def test_an_imported_run_works_with_every_reader(tmp_path: Path, run_import: Imp
     assert both.single.first == pytest.approx(2 / 3)
     built = build_report(theirs, [tmp_path / "ours"])
     page = render(built, "markdown")
-    assert "atts did not make the texts of this run: it imported 18 rollouts" in page
+    assert "atts did not generate the texts of this run: it imported 18 rollouts" in page
     assert "| seconds over all sessions | unknown |" in page
     assert replay(theirs, samples=2).replayed.target_tokens == 6 * 2 * 30
     best = advise([theirs], Cap()).options[0]

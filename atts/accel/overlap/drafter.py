@@ -135,7 +135,7 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
         """Store the branch that continues the outcome (accepted, token)."""
-        assert (accepted, token) not in self, "a guessed outcome may get only one continuation"
+        assert (accepted, token) not in self, "each guessed outcome may have only one continuation"
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:

@@ -207,7 +207,9 @@ class ModelDrafter(Proposer):
         One token is sampled for each random number. Requests with the most random numbers come
         first.
         """
-        assert self._native is not None, "only a drafter with native kernels draws its own tokens"
+        assert self._native is not None, (
+            "only a drafter with native kernels samples several tokens in one call"
+        )
         rows, following = places
         counts = np.array([len(row_uniforms) for row_uniforms in uniforms])
         numbers = np.zeros((counts[0], len(counts)))

@@ -298,7 +298,7 @@ class LayerRange:
         self.kept: KvResidency | None = None
         if setup.replicas > 1 or setup.is_shared:
             assert options.kv_tokens is not None, (
-                "the first stage must know the number of KV tokens"
+                "the size of the KV cache must be known when the first stage is created"
             )
             self.kept = KvResidency(
                 nodes, options.kv_tokens + SPARE_SLOTS, setup.config.model.hidden_size

@@ -66,7 +66,12 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     if kind == "run" and check is not None and check.standing != "held":
         points.append(("bad" if check.standing == "left" else "care", str(check)))
     elif check is not None and check.standing == "left":
-        points.append(("care", f"if a calibrator decided on the scores in file order, {check}"))
+        points.append(
+            (
+                "care",
+                f"if a calibrator decided on the stored scores in the order of the file: {check}",
+            )
+        )
     points.extend(
         ("bad", f"drift alarm after {counted(alarm.scores, 'score')}: {alarm.text or alarm.kind}")
         for alarm in control.alarms
@@ -81,7 +86,7 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
         )
     if control.forced:
         forced = counted(control.forced, "decision")
-        points.append(("care", f"the gate made {forced} without a score"))
+        points.append(("care", f"the gate had to make {forced} without a score"))
     if kind != "run":
         worst = health.repeats.fault
         points.extend(
@@ -101,7 +106,7 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
         asked = percent(check.nominal)
         ends = {
             "held": "on target",
-            "unclear": "too few questions to tell whether the difference is due to chance",
+            "unclear": "too few questions to tell whether chance explains the difference",
             "left": "off target",
         }
         return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
@@ -140,7 +145,7 @@ def _worth(health: Health) -> ShownNumber:
         return ShownNumber(
             f"{clusters.effective:,.0f}",
             what,
-            "an upper bound, because it is not known which question each score belongs to",
+            "an upper bound, because the scores do not record their questions",
         )
     alike = (
         ""
@@ -213,7 +218,7 @@ def _alarms(control: RateControl) -> ShownNumber:
         return ShownNumber(
             f"{count:,}",
             what,
-            "too few questions to compare earlier with later ones",
+            "too few questions to compare the earlier questions with the later ones",
         )
     won = f"{10 ** min(drift.peak, 9):,.1f} (alarm at {10**drift.alarm:,.0f})"
     return ShownNumber(f"{count:,}", what, f"largest drift statistic {won}")

@@ -341,8 +341,8 @@ def over_time_chart(control: RateControl) -> Chart:
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
     words = (
         "Thick line: share over all decisions so far. Thin line: share over the latest "
-        f"{control.window} decisions. Band: where the share of the same number of independent "
-        "coin tosses would be, with 95 % probability."
+        f"{control.window} decisions. Band: with 95 % probability, the share would be here if each "
+        "decision were an independent coin toss."
     )
     rows = [
         (m.decisions, m.share, m.low, m.high, m.rolling)
@@ -425,11 +425,12 @@ def labelled_chart(found: LabelledScores) -> Chart:
     )
     if not math.isnan(found.auroc.value):
         words = (
-            "If scores find wrong rollouts, fewer of the chunks with large p-values come from "
-            "correct rollouts. Take a chunk of a wrong rollout and a chunk of a correct "
-            "rollout of the same question. The one of the wrong rollout has the worse score "
-            f"with probability {found.auroc.brief()} (coin: 0.5), measured on "
-            f"{counted(found.labelled, 'chunk')}. Whiskers are 95 % intervals over questions."
+            "If the score finds wrong rollouts, chunks with large p-values come from correct "
+            "rollouts less often than chunks with small p-values. Take one chunk of a wrong "
+            "rollout and one chunk of a correct rollout of the same question. The chunk of the "
+            f"wrong rollout has the worse score with probability {found.auroc.brief()} (coin: "
+            f"0.5), measured on {counted(found.labelled, 'chunk')}. Whiskers are 95 % intervals "
+            "over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
     columns = ("p-value from", "to", "answers that are correct", "chunks")
@@ -562,10 +563,10 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     rollouts or turns.
     """
     caption = (
-        "Whiskers are 95 % intervals over problems. A point for fewer rollouts is an average "
-        "over all subsets of that size, with the mean cost of that many complete rollouts. A "
-        "point for a complete run has the recorded cost, which is lower if votes were settled "
-        "early. The accuracy axis is stretched near 1, where runs differ by only a few answers."
+        "Whiskers are 95 % intervals over problems. A point for fewer rollouts is an average over "
+        "all subsets of that size, with the mean cost of that many complete rollouts. A point for "
+        "a complete run has the recorded cost, without the tokens that early stopping saved. The "
+        "accuracy axis is stretched near 1, where runs differ by only a few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
     legend = tuple(entry for entry in _LEGEND if entry[0] in kinds)

@@ -432,8 +432,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "drift",
             "bad",
             alarm.scores,
-            "scores after the start of the run, an alarm reported that scores had drifted: "
-            f"{alarm.text}{acted}",
+            f"scores into the run, a drift alarm was raised: {alarm.text}{acted}",
         )
     outside = [group.name for group in calibration.turns if not group.inside]
     if outside:

@@ -160,9 +160,9 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
     if not rounding:
         return ""
     return (
-        "even with the same seed, a text may differ where two tokens are almost equally "
-        f"likely: {' and '.join(rounding)} computed in bfloat16 (?dtype=float32 in a local "
-        "engine's address avoids this)"
+        "even with the same seed, a text may differ where two tokens are almost equally likely: "
+        f"{' and '.join(rounding)} computed in bfloat16. To avoid this, add ?dtype=float32 to a "
+        "local engine's address"
     )
 
 

@@ -159,12 +159,12 @@ def combination_table(report: RunReport) -> ReportTable:
             ("problems with split votes", f"{combined.split:,} of {combined.problems:,}"),
             (
                 "threshold at the end of the run: a vote is split if the leading answer has at "
-                "most this share of it",
+                "most this share of the votes",
                 cell(combined.below),
             ),
             (
-                "split votes on which the target was asked only as a trial, so the vote stayed "
-                "the answer",
+                "split votes where the target's choice was only a trial, so the answer of the "
+                "vote was kept",
                 cell(combined.trials),
             ),
             ("answers changed", cell(combined.changed)),
@@ -172,8 +172,8 @@ def combination_table(report: RunReport) -> ReportTable:
             ("changed from correct to wrong", cell(combined.lost)),
             ("gain in accuracy [95 % interval]", combined.gain.signed()),
             (
-                "largest possible gain: that of an oracle that picks a correct rollout "
-                "whenever there is one",
+                "largest possible gain: the gain of an oracle that picks a correct rollout "
+                "wherever one exists",
                 cell(combined.ceiling),
             ),
             (
@@ -306,7 +306,7 @@ def calibration_table(control: RateControl) -> ReportTable:
         p_values = control.p_values
         rows.append(
             (
-                "p-values: distance from uniform",
+                "p-values: largest distance from the uniform distribution",
                 f"{p_values.distance:.3f}, band ±{p_values.band:.3f}",
             )
         )
@@ -435,8 +435,8 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         (
             "edges between siblings",
             found.sibling_edges,
-            "how often a rollout waits for another rollout of the same problem, or for the "
-            "score of an identical chunk",
+            "number of times that a rollout waits for another rollout of the same problem, or for "
+            "the score of an identical chunk",
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]

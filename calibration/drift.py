@@ -97,8 +97,8 @@ class DuplicateScores:
             )
         if self.within > FEW and not self.clustered:
             return (
-                f"{within} are the same as another stored score; their questions are not "
-                "recorded, so some of these scores may be copies"
+                f"{within} are the same as another stored score; without recorded questions, atts "
+                "cannot tell whether some of these scores are copies"
             )
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
@@ -528,9 +528,9 @@ class DomainCheck:
         if p > LEVEL:
             return ""
         return (
-            f"out of domain: the {len(scores)} chunks of this problem score worse than the "
-            f"chunks of {100 * (1 - p):.1f} % of the {len(self.means)} calibration questions; "
-            "the gate and the models may be unsuitable for it"
+            f"out of domain: on average, the {len(scores)} chunks of this problem score worse than "
+            f"the chunks of {100 * (1 - p):.1f} % of the {len(self.means)} calibration questions; "
+            "the gate and the models may be unsuitable for this problem"
         )
 
 
@@ -758,9 +758,9 @@ class DriftMonitor(Persisted):
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             message = (
-                f"{100 * self._repeats.within:.0f} % of the stored scores are the same as "
-                "another score of the same question, but the run's scores do not repeat like "
-                "this, so stored scores were copied"
+                f"{100 * self._repeats.within:.0f} % of the stored scores are the same as another "
+                "score of the same question, but the run's scores repeat less often, so stored "
+                "scores were copied"
             )
             self._alarm("duplicates", p, message)
             return
@@ -845,8 +845,8 @@ class Health:
             warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
             warnings.append(
-                f"rate {self.rate:g} needs more than {counted(self.scores, 'score')}, because no "
-                "chunk would ever be escalated; add more scores"
+                f"rate {self.rate:g} needs more than {counted(self.scores, 'score')}, because with "
+                "so few scores no chunk would ever be escalated; add scores"
             )
         if self.clusters.effective < 0.5 * self.scores:
             warnings.append(

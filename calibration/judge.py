@@ -124,7 +124,7 @@ def fit_judge(
     names = sorted(set(examples.problems))
     if len(names) < _LEAST_GROUPS:
         raise CalibrationInputError(
-            "number of problems with takeovers", len(names), f"at least {_LEAST_GROUPS}"
+            "number of problems with escalated chunks", len(names), f"at least {_LEAST_GROUPS}"
         )
     if not (np.isfinite(features).all() and np.isfinite(gains).all()):
         raise CalibrationInputError("features and gains", "not finite", "finite numbers")

@@ -24,7 +24,7 @@ RULES = {
     "sizes": "values were computed only for positive variables, because the variables of a formula "
     "usually stand for positive quantities",
     "constants": "the answers differ only in the names, shift or form of arbitrary constants",
-    "rounding": "a decimal number was compared with an exact value, of which it may be a rounding",
+    "rounding": "a decimal number, which may be rounded, was compared with an exact value",
     "tolerance": "the difference between the numbers was compared with the allowed tolerance",
     "algebra": "sympy compared the expressions",
     "tests": "the program was run on the tests",

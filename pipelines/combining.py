@@ -146,7 +146,7 @@ class Combiner:
         pairs = self.consistent + self.inconsistent
         told_apart = self.better + self.worse if self._is_graded else pairs
         if told_apart == 0:
-            return "no selection has been compared with a vote yet"
+            return "no selected answer has been compared with a vote yet"
         if self._is_graded:
             better = counted(self.better, "problem")
             return f"better than the vote on {better}, worse on {self.worse}"
@@ -167,7 +167,7 @@ class Combiner:
         if kind != "auto":
             return CombinePlan(kind, below=below)
         odds = self.odds
-        why = f"odds {odds:.3g} that the selector helps: {self.evidence}"
+        why = f"the odds that the selector helps are {odds:.3g}: {self.evidence}"
         if odds <= REFUTED:
             return CombinePlan("vote", below=below, why=why)
         return CombinePlan("select", is_trial=odds < PROVEN, below=below, why=why)
@@ -553,7 +553,9 @@ class CombineSummary:
         problems = counted(self.problems, "problem")
         words = f"{kind} on the {self.split:,} of {problems} whose votes split"
         if self.trials:
-            words += f"  ({self.trials:,} of them only as a trial, so the vote stayed the answer)"
+            words += (
+                f"  ({self.trials:,} of them only as a trial, so the answer of the vote was kept)"
+            )
         words += f": {counted(self.changed, 'answer')} changed"
         if not math.isnan(self.gain.value):
             points = [100 * value for value in (self.gain.value, self.gain.low, self.gain.high)]

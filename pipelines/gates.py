@@ -223,7 +223,9 @@ class TrialGate(NonLearningGate):
     def decide(self, features: Features, score: float) -> Decision:
         """Return the decision of this chunk's coin toss, with the chunk's score."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
-        return features.decision(action, self.rate, "coin that ignores the score", score=score)
+        return features.decision(
+            action, self.rate, "decided by a coin that ignores the score", score=score
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,8 @@ class StaticRankGate(NonLearningGate):
         if not pools:
             raise OptionError(
                 "calibration scores",
-                "the published rule by question needs scores of the run's questions, but the "
-                "stored scores do not record their questions",
+                "the published rule with ranks per question needs scores of the run's questions, "
+                "but the stored scores do not record their questions",
             )
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 

@@ -208,8 +208,8 @@ class Policy:
     ] = "draft"
     exact: Annotated[
         bool,
-        "whether to keep a token of the draft only if the target draws the same token, so that the "
-        "text is exactly the target's",
+        "whether to keep a token of the draft only if the target samples the same token, so that "
+        "the text is exactly the target's",
     ] = False
     escalates: Annotated[
         Escalates,

@@ -406,7 +406,9 @@ def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     """
     gate = context.gate
     if isinstance(gate, RoundGate):
-        raise UsageError("a gate that ranks rounds of siblings cannot judge a whole problem")
+        raise UsageError(
+            "a gate that ranks the sibling chunks of a round cannot decide on a whole problem"
+        )
     first, later = vote.policy.waves
     count = vote.tally
     features = Features(

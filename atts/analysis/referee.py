@@ -215,7 +215,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_likely), "atts, early_stop=likely",
     ),
     StoppingRule(
-        "beta", "stops when the leading answer is more frequent than the second one with "
+        "beta", "stops when the leading answer is truly more frequent than the second one with "
                 f"probability {SURE:g} or more",
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),

@@ -653,7 +653,7 @@ class Service:
             if request.atts.on_limit == "error":
                 served.end("failed")
                 raise RequestError(
-                    f"{account.limit} is spent",
+                    f"{account.limit} is used up",
                     status=402,
                     code="limit_reached",
                     kind="limit_error",

@@ -512,7 +512,7 @@ async def check_alignment(probe: Probe) -> None:
         if cut:
             rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
             probe.require_close(
-                "scoring a text in two parts gives other scores than scoring it as a whole",
+                "scores of a text scored in two parts differ from scores of the whole text",
                 rest,
                 whole[cut:],
             )
@@ -564,7 +564,7 @@ async def check_greedy(probe: Probe) -> None:
     }
     for number, (what, sampling) in enumerate(same.items(), start=1):
         again = await probe.engine.sample(replace(probe.request(0, number), sampling=sampling))
-        what_differs = f"{what} gives another text than temperature 0"
+        what_differs = f"{what} gives a different text from temperature 0"
         await probe.require_same(what_differs, request, again.ids, best)
     cut = len(best) // 2
     if cut:
@@ -572,8 +572,7 @@ async def check_greedy(probe: Probe) -> None:
             probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut
         )
         await probe.require_same(
-            "sampling a greedy text in two requests gives another text than sampling it in one "
-            "request",
+            "a greedy text sampled in two requests differs from the text sampled in one request",
             rest,
             (await probe.engine.sample(rest)).ids,
             best[cut:],
@@ -601,12 +600,12 @@ async def check_seeds(probe: Probe) -> None:
         ):
             require(
                 other.ids == alone[number].ids,
-                f"{request.seed}: the tokens of a request sampled {what} differ from those of "
-                "the same request alone",
+                f"{request.seed}: the tokens of a request sampled {what} differ from the tokens of "
+                "the same request sampled alone",
             )
             probe.require_close(
-                f"the log-probs of a request sampled {what} differ from those of the same "
-                "request alone",
+                f"the log-probs of a request sampled {what} differ from the log-probs of the same "
+                "request sampled alone",
                 other.logprobs,
                 alone[number].logprobs,
             )
@@ -651,7 +650,7 @@ async def check_distribution(probe: Probe) -> None:
         if len(scores) < 2:
             continue  # the second likeliest token is so rare that no draw gave it
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
-        require(tied, f"sampling with top_k 2 drew {len(scores)} different tokens")
+        require(tied, f"sampling with top_k 2 gave {len(scores)} different tokens")
         lead = (scores[0][0] - scores[1][0]) / temperature
         if len(scores) == 2:
             what = f"the better of two tokens at temperature {temperature:g}"
@@ -672,7 +671,7 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
     slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws
     require(
         abs(seen / draws - share) <= slack,
-        f"{what}: drawn {seen} times in {draws} draws, but its probability is {share:.3f}",
+        f"{what}: sampled {seen} times in {draws} requests, but its probability is {share:.3f}",
     )
 
 
@@ -684,14 +683,16 @@ async def check_hints(probe: Probe) -> None:
     # wrong, but must not change an answer.
     for number, request in enumerate(probe.requests(1)):
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
-        what = "a rollout hint that belongs to another text changed the answer"
+        what = "a request with the rollout name of another text got a different answer"
         await probe.require_same(what, request, hinted.ids, honest[number].ids)
         if not probe.can("score"):
             continue
         for rollout in ("same", "never seen"):
             scored = await probe.score(request.ids, hinted.ids, rollout)
             probe.require_close(
-                f"the rollout hint {rollout!r} changed the scores", scored, hinted.logprobs
+                f"a request with the wrong rollout name {rollout!r} got different scores",
+                scored,
+                hinted.logprobs,
             )
 
 
@@ -705,19 +706,19 @@ async def check_drawing(probe: Probe) -> None:
         scores = await probe.engine.score(ScoreRequest(request.ids, mixed, draw=request))
         begun = scores.beginning
         if begun is None:
-            fail('the spec lists "draw", but scoring returned no drawn tokens')
+            fail('the spec lists "draw", but scoring returned no sampled tokens')
         same = min(first_difference(whole.ids, mixed) + 1, len(whole.ids))
-        what = "tokens drawn while scoring differ from tokens of a sampling request"
+        what = "tokens sampled while scoring differ from tokens of a sampling request"
         await probe.require_same(what, request, begun.ids, whole.ids[:same])
         plain = await probe.score(request.ids, mixed)
         probe.require_close(
-            "scores change if the request also draws tokens", scores.logprobs, plain
+            "scores change if the scoring request also samples tokens", scores.logprobs, plain
         )
         if len(begun.ids) == len(whole.ids):
             require(
                 begun.ended == whole.ended,
-                f"ended is {begun.ended!r} for tokens drawn while scoring, but {whole.ended!r} "
-                "for sampled tokens",
+                f"ended is {begun.ended!r} for tokens sampled while scoring, but {whole.ended!r} "
+                "for the same tokens of a sampling request",
             )
             continue
         left = request.max_tokens - len(begun.ids)
@@ -726,16 +727,16 @@ async def check_drawing(probe: Probe) -> None:
         )
         done = await probe.engine.sample(rest)
         await probe.require_same(
-            "continuing the drawn tokens gives another text than sampling the whole text in "
-            "one request",
+            "a text that continues the tokens sampled while scoring differs from the text sampled "
+            "in one request",
             request,
             begun.ids + done.ids,
             whole.ids,
         )
         require(
             done.ended == whole.ended,
-            f"ended is {done.ended!r} if drawn tokens are continued, but {whole.ended!r} if the "
-            "whole text is sampled in one request",
+            f"ended is {done.ended!r} if sampling continues the tokens sampled while scoring, but "
+            f"{whole.ended!r} if the whole text is sampled in one request",
         )
 
 
@@ -837,7 +838,7 @@ async def check_order(probe: Probe) -> None:
     answers = await probe.sample_all(requests)
     for number in range(0, len(requests), 11):
         again = await probe.engine.sample(requests[number])
-        what = f"request {number} of {len(requests)} got the answer of another request"
+        what = f"request {number} of {len(requests)} got a different answer when it was sent alone"
         await probe.require_same(what, requests[number], answers[number].ids, again.ids)
 
 
@@ -848,7 +849,8 @@ async def check_stats(probe: Probe) -> None:
     before = engine.stats()
     require(
         before.in_flight == 0,
-        f"the engine counts {counted(before.in_flight, 'request')} in flight before the first one",
+        f"the engine counts {counted(before.in_flight, 'request')} in flight before the first "
+        "request is sent",
     )
     sampled = scored = requests = 0
     if probe.can("sample"):
@@ -865,7 +867,8 @@ async def check_stats(probe: Probe) -> None:
     _require_growth(middle, after)
     require(
         after.in_flight == 0,
-        f"the engine counts {counted(after.in_flight, 'request')} in flight after the last answer",
+        f"the engine counts {counted(after.in_flight, 'request')} in flight after it answered the "
+        "last request",
     )
     for name, grown in (
         ("requests", requests),
@@ -972,7 +975,7 @@ async def check_cancellation(probe: Probe) -> None:
     cancelled = probe.engine.stats().cancelled - before
     what = (
         f"of {counted(seen.calls, 'call')}, the engine answered {seen.returned} and counted "
-        f"{cancelled} as cancelled, so it counted some calls twice"
+        f"{cancelled} as cancelled, so some answered calls also count as cancelled"
     )
     require(seen.returned + cancelled <= seen.calls, what)
 

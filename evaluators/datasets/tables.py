@@ -693,12 +693,15 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     unanswered = sum(problem.answer is None for problem in problems)
     if unanswered:
         of = f"{unanswered} of {counted(len(problems), 'problem')}"
-        notes.append(f"answers without a grade, because the reference answer is missing: {of}")
+        notes.append(
+            "problems whose answers cannot be graded, because the reference answer is "
+            f"missing: {of}"
+        )
     level = reader.columns.level
     stated = [reader.text(index, level) for index in range(len(problems))]
     unread = sum(bool(text) and _level(text) is None for text in stated)
     if unread:
-        notes.append(f"column {level!r} has no level number in {counted(unread, 'row')}")
+        notes.append(f"{counted(unread, 'row')} without a level number in column {level!r}")
     if reader.columns.distractors:
         notes.append(f"choices shuffled per question with seed {reader.options.seed}")
     return notes

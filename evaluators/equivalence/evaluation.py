@@ -98,7 +98,7 @@ def _factorial(args: list[Fraction], limits: Limits) -> Fraction:
     if n < 0:
         raise Undefined("the factorial of a negative integer")
     if n > 20 and n * n.bit_length() > 2 * limits.bits:
-        raise TooLarge("a factorial past the bit cap")
+        raise TooLarge("a factorial with too many bits")
     return Fraction(math.factorial(n))
 
 
@@ -117,7 +117,7 @@ def _binom(args: list[Fraction], limits: Limits) -> Fraction:
         return Fraction(0)
     if is_whole and n >= 0:
         if min(k, n - k) * n.numerator.bit_length() > limits.bits:
-            raise TooLarge("a binomial past the bit cap")
+            raise TooLarge("a binomial coefficient with too many bits")
         return Fraction(math.comb(int(n), int(k)))
     if k > 200:
         raise TooLarge("a generalised binomial")

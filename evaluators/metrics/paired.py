@@ -174,8 +174,8 @@ def problems_needed(
     if not is_answerable or not 0 < power < 1:
         raise OptionError(
             "difference",
-            f"no number of problems can show a difference of {difference!r} with deviation "
-            f"{deviation!r} and power {power!r}",
+            f"no number of problems suffices to show a difference of {difference!r} with power "
+            f"{power!r} if the standard deviation is {deviation!r}",
         )
     needed = freedom = math.inf
     # The quantile of Student's t depends on the number of problems, so repeat until the number is

@@ -1326,7 +1326,7 @@ class Parser(Stream):
         lower = bounds.get("_", EMPTY_SET)
         upper = bounds.get("^")
         if name == "lim" and "_" not in bounds:
-            raise Malformed("a limit without its point")
+            raise Malformed("a limit without the point that its variable approaches")
         if name == "lim" and lower.text in _LIMITS:
             return Node("opaque", (self.term(), *lower.args), _LIMITS[lower.text])
         if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
@@ -1373,7 +1373,7 @@ def literal(text: str) -> Node:
     if mantissa.isdigit() and not exponent:
         return Node("number", text=text, value=Fraction(int(mantissa)))
     if abs(int(exponent or 0)) > 20_000:
-        raise TooLarge("an exponent past 20000")
+        raise TooLarge("an exponent above 20000")
     return Node("number", text=text, value=Fraction(mantissa) * Fraction(10) ** int(exponent or 0))
 
 

@@ -465,7 +465,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
     The answer may be a number, a set, a date, or a quotient with its remainder.
     """
     if FORMS["date"].fullmatch(plain):
-        raise UnknownWords("a date whose day and month cannot be told apart")
+        raise UnknownWords("a date with an unclear order of day and month")
     phrase = FORMS["braces"].sub(" ", _MACRO.sub(" ", plain))
     if FORMS["capitals"].fullmatch(phrase.strip()):
         name = phrase.replace(" ", "")

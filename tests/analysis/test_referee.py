@@ -306,7 +306,7 @@ def test_the_command_prints_a_row_or_an_object_per_rule(
         "8 problems with 48 rollouts, up to 6 per problem, in 10 random orders (seed 0)"
     )
     assert [line.split()[0] for line in out.splitlines()[3:6]] == ["all", "exact", "beta"]
-    assert "beta: stops when the leading answer is more frequent than the second one" in out
+    assert "beta: stops when the leading answer is truly more frequent than the second one" in out
     assert command(["replay", directory, "--rules", "all", "--orders", "10", "--json"]) == 0
     objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert objects[-1]["type"] == "summary"

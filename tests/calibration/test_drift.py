@@ -500,7 +500,7 @@ def test_repeated_scores_without_questions_are_an_error() -> None:
     of siblings cannot be the cause.
     """
     events = DriftMonitor(StoredScores.of(list(alike(1).scores))).events
-    assert "not recorded" in events[0].message
+    assert "without recorded questions" in events[0].message
 
 
 def test_repeats_in_a_file_alone_are_an_error_with_both_explanations() -> None:

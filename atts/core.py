@@ -95,13 +95,14 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    top_k: Annotated[int, "draw only from the k most likely tokens; 0: from all"] = 0
+    top_k: Annotated[int, "sample only from the k most likely tokens; 0: from all"] = 0
     top_p: Annotated[
-        float, "draw only from the most likely tokens that have this total probability"
+        float, "sample only from the most likely tokens that together have this probability"
     ] = 1.0
     min_p: Annotated[
         float,
-        "draw only tokens with at least this share of the probability of the most likely token",
+        "sample only tokens whose probability is at least this share of the probability of the "
+        "most likely token",
     ] = 0.0
 
 

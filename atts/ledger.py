@@ -96,8 +96,8 @@ class Caps:
     max_total_tokens: Annotated[
         int | None, "tokens of prompts, scored texts and completions, over all calls"
     ] = None
-    max_cost: Annotated[float | None, "dollars, by the prices of the models"] = None
-    max_seconds: Annotated[float | None, "seconds, earlier sessions included"] = None
+    max_cost: Annotated[float | None, "dollars, computed from the prices of the models"] = None
+    max_seconds: Annotated[float | None, "seconds, including earlier sessions"] = None
 
     def __post_init__(self) -> None:
         for name in ("max_calls", "max_target_tokens", "max_total_tokens"):

@@ -552,9 +552,10 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 def sweep_notes(report: SweepReport) -> Iterator[str]:
     """Return notes that explain the results of a sweep."""
     yield (
-        "Brackets are 95 % intervals over problems. A difference is the vote's accuracy minus "
-        "that of method target-only. A gain is the accuracy of single rollouts minus that of a "
-        "coin with the same policy and rate. Both compare the runs problem by problem."
+        "Brackets are 95 % intervals over problems. A difference is the vote's accuracy minus the "
+        "accuracy of method target-only. A gain is the accuracy of single rollouts minus the "
+        "accuracy of a coin with the same policy and rate. Differences and gains compare the runs "
+        "problem by problem."
     )
     compared = (("differences", "difference"), ("gains", "gain"))
     counts = {
@@ -565,9 +566,8 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     if several:
         yield f"p-values are corrected by Holm's method for {' and for '.join(several)}."
     yield (
-        "Best of all: the share of problems that at least one rollout solved, which is an "
-        "upper bound for every vote. Rollouts that were cancelled because the vote was settled "
-        "count as wrong here."
+        "Best of all: the share of problems that at least one rollout solved; no vote can be more "
+        "accurate. Rollouts that were cancelled because the vote was settled count as wrong here."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")

@@ -693,7 +693,8 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
         advice = (
-            "The target will find the draft's first chunks improbable, so expect more escalations"
+            "The target will therefore give the draft's first chunks a low probability, so expect "
+            "more escalations"
         )
         yield Check(
             "templates",

@@ -230,7 +230,7 @@ def _read(key: Key, value: object) -> Value:
     converted = key.read(value, f"--over {key.name}")
     if converted is None or isinstance(converted, str | int | float):
         return converted
-    raise OptionError("--over", f"{key.name} takes a list, and such a key cannot vary in a sweep")
+    raise OptionError("--over", f"{key.name} cannot vary in a sweep, because its value is a list")
 
 
 def _references(
@@ -529,7 +529,7 @@ async def run_pilot(
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     base = configure({**PILOT, **given}, pairs, file=file)
     if base["method"] != "atts":
-        raise OptionError("method", "a pilot always runs several methods; leave the method out")
+        raise OptionError("method", "a pilot chooses its methods itself; leave the method out")
     graded = [problem for problem in base.job.load().problems if problem.answer is not None]
     if len(graded) < 2:
         raise OptionError(

@@ -30,7 +30,7 @@ def open_teacher(words: str, top: int) -> Generator[Teacher]:
     :raises EngineError: the server cannot be used.
     """
     if top < 1:
-        raise OptionError("--top", f"{top} is too few tokens; give at least 1")
+        raise OptionError("--top", f"{top} is too few tokens per position; give at least 1")
     scheme, rest = check_engine_words(words)
     if scheme not in _KINDS:
         problem = f"{words!r} cannot list the most likely tokens of a given text"

@@ -120,17 +120,17 @@ class TuneAdvice:
         found = list[str]()
         if self.loads and self.fewest_rows > self.loads[0].load:
             found.append(
-                "the server proposes tokens at every load, so each timed step computed at "
-                f"least {self.fewest_rows} tokens. The gain at smaller loads is therefore only "
-                "an estimate; to improve it, also time the server without speculation"
+                "the server proposes tokens at every load, so each timed step computed at least "
+                f"{self.fewest_rows} tokens. For smaller loads, the gain is therefore only an "
+                "estimate; to measure it, also time the server without speculation"
             )
         paying = [each.load for each in self.loads if each.length]
         if paying and not self.loads[-1].length:
             found.append(
-                f"with more than {counted(max(paying), 'request')} in flight, proposals cost more time "
-                "than they save. An open defect of vLLM (vLLM issue 49548) prevents the "
-                f"printed setting from turning them off; keep --concurrency at {max(paying)} or "
-                "below"
+                f"with more than {counted(max(paying), 'request')} in flight, proposed tokens cost "
+                "more time than they save. An open defect of vLLM (vLLM issue 49548) prevents the "
+                "printed setting from turning proposals off at such loads; keep --concurrency at "
+                f"{max(paying)} or below"
             )
         return tuple(found)
 

@@ -243,7 +243,8 @@ class Admission:
             raise OptionError(
                 "admit",
                 f"{counted(group.unit, 'rollout')} must start together, but only "
-                f"{counted(self.places, 'rollout')} may be in flight; raise this limit",
+                f"{counted(self.places, 'rollout')} may be in flight; raise the limit on rollouts "
+                "in flight",
             )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, group))
@@ -601,8 +602,7 @@ class RolloutScope(Caller, Generic[T]):
         if self._group.admit != "together":
             raise OptionError(
                 "admit",
-                "rollouts that wait for each other cannot be admitted one by one; admit them "
-                "together",
+                "rollouts that wait for each other must be admitted together, not one by one",
             )
         since = self._state.now()
         current = self._group.round

@@ -360,7 +360,9 @@ def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _holds(spec: EngineSpec) -> str:
-    return f"the context of {spec.model} is {spec.context_length:,} tokens long, problem included"
+    return (
+        f"the context of {spec.model} is {spec.context_length:,} tokens long, including the problem"
+    )
 
 
 def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:

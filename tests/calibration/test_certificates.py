@@ -400,12 +400,12 @@ def test_thresholds_of_abstention_computed_by_hand() -> None:
     """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)
-    assert "answered problems are wrong at most 0.1 of the time" in found.guarantee
+    assert "the share of wrong answers among the given answers is at most 0.1" in found.guarantee
     all_right = certify_abstention([0.6] * 60, [False] * 60, 0.1)
     assert all_right.threshold == 0.0
     unsure = certify_abstention([0.5] * 60, [False] * 60, 0.1)
     assert unsure.threshold is None
-    assert "has votes of which 60 % agree" in unsure.guarantee
+    assert "at least 60 % of the votes agree in none" in unsure.guarantee
 
 
 def test_too_few_correct_answers_certify_no_threshold() -> None:

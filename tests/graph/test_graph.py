@@ -703,7 +703,7 @@ def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> No
 
             return await scope.rollouts(rollout, 3)
 
-        with pytest.raises(OptionError, match="admit them together"):
+        with pytest.raises(OptionError, match="admitted together"):
             await Graph(sink=recording).run(problems(2), solve)
 
     virtually(main)

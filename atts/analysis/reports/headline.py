@@ -90,7 +90,7 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
         return (), "no answer is graded, because no problem has a reference answer"
-    own = NamedRate("vote", _accuracy(with_verdict), "the answer that each problem's vote chose")
+    own = NamedRate("vote", _accuracy(with_verdict), "the answer chosen by each problem's vote")
     samples = graded(with_verdict)
     if not samples:
         return (own,), counted(len(with_verdict), "problem")

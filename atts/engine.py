@@ -411,7 +411,7 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
         )
     for stop in request.stop:
         if not stop:
-            raise UsageError("an empty stop string would stop every text at once; leave it out")
+            raise UsageError("an empty stop string would end every text immediately; leave it out")
         try:
             stop.encode()
         except UnicodeEncodeError:

@@ -38,7 +38,7 @@ RULES = {
     "infinity": "at least one of the two values is infinite",
     "undefined": "one of the two answers has no defined value",
     "name": "the names of the values were compared",
-    "set": "lists or sets were compared, in any order",
+    "set": "lists or sets were compared, regardless of order",
     "tuple": "tuples were compared, entry by entry",
     "matrix": "matrices were compared, entry by entry",
     "interval": "intervals were compared",

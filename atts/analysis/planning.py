@@ -709,8 +709,9 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         coin = coins.get(data.rate)
         if coin is None:
             yield (
-                f"It is not known whether the score helps at rate {data.rate:g}. To find out, "
-                f"start a run with --method coin --rate {data.rate:g}, and plan from both runs."
+                "It is not known whether the score chooses better chunks than a coin at rate "
+                f"{data.rate:g}. To find out, start a run with --method coin --rate {data.rate:g}, "
+                "and plan from both runs."
             )
             continue
         ours = _shares(data)
@@ -750,13 +751,14 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     )
     if spread is None:
         basis = (
-            "a lower bound, because a single run does not show how much differences vary "
-            "across problems"
+            "these numbers are lower bounds, because a single run does not show how much "
+            "differences vary across problems"
         )
     yield f"Power: {power}; {basis}."
     yield (
         "For the same number of tokens, more problems reveal smaller differences than more "
-        "samples per problem: use all problems, then as many samples as the tokens allow."
+        "samples per problem: first use all problems, then as many samples per problem as the "
+        "tokens allow."
     )
 
 

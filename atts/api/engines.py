@@ -226,7 +226,7 @@ def speculation_words(
     if speculation is not None:
         return "earlier texts for the same problem" if speculate == "suffix" else "the draft"
     if lent:
-        return "the draft, if both models share a tokenizer and the target is computed on a CPU"
+        return "the draft, if both models share a tokenizer and the target runs on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
         return (
             "nothing: draft and target share blocks of a zoo and one step loop, and such a "

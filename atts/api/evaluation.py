@@ -595,8 +595,8 @@ class SyncSession:
         """
         if self._open is not None:
             raise UsageError(
-                "this session is already open; use it inside the open `with` block, or create "
-                "another session"
+                "this session is already open; use it inside its `with` block, or create another "
+                "session"
             )
         self._process = os.getpid()
         self._opening = Future()

@@ -59,7 +59,7 @@ class Selection:
             f"{len(self.ids)} ids" if self.ids else "",
             f"levels {', '.join(map(str, self.levels))}" if self.levels else "",
             f"subjects {', '.join(self.subjects)}" if self.subjects else "",
-            f"a sample of {self.sample} drawn with seed {self.seed}"
+            f"a random sample of {self.sample} with seed {self.seed}"
             if self.sample is not None
             else "",
             f"slice [{':'.join(ends if ends[2] else ends[:2])}]" if any(ends) else "",
@@ -77,7 +77,7 @@ def split_slice(name: str) -> tuple[str, Selection]:
     start, stop, step = (int(end) if end and end != "-" else None for end in match.groups()[1:])
     if step == 0:
         raise OptionError(
-            "dataset", f"the slice in {name!r} has step 0; give another step, or none"
+            "dataset", f"the slice in {name!r} has step 0; give a different step, or leave it out"
         )
     return match[1], Selection(start=start, stop=stop, step=step)
 
@@ -99,8 +99,8 @@ def select(
         if not 0 < selection.sample <= len(chosen):
             raise DatasetError(
                 source,
-                f"cannot draw {selection.sample} of {counted(len(chosen), 'problem')}",
-                "Draw fewer problems",
+                f"cannot sample {selection.sample} of {counted(len(chosen), 'problem')}",
+                "Sample fewer problems",
             )
         chosen = random.Random(selection.seed).sample(chosen, selection.sample)
     chosen = chosen[selection.start : selection.stop : selection.step]

@@ -359,7 +359,7 @@ class Arithmetic:
         zero.
         """
         if item.may_vanish:
-            raise Undecided("rounding hides a sign")
+            raise Undecided("rounding errors leave a sign unknown")
         return Approx(self.mp.sign(item.value), NOTHING)
 
 
@@ -749,7 +749,7 @@ class Evaluator(Arithmetic):
         if isinstance(gap, Fraction):
             return gap
         if gap.may_vanish or gap.is_complex:
-            raise Undecided("rounding hides whether a condition is true")
+            raise Undecided("rounding errors leave it unknown whether a condition is true")
         return Fraction(1 if gap.value.real > 0 else -1)
 
     def call(self, node: Node) -> Value:
@@ -809,7 +809,7 @@ class Evaluator(Arithmetic):
         nearest = self.mp.nint(item.value)
         if magnitude(nearest - item.value) <= item.error + 8:
             if item.error > 16 - self.bits + max(item.magnitude, 0):
-                raise Undecided("rounding hides the value of floor or ceil")
+                raise Undecided("rounding errors leave the value of floor or ceil unknown")
             return Approx(nearest, NOTHING)
         step = self.mp.floor if name == "floor" else self.mp.ceil
         return Approx(step(item.value), NOTHING)

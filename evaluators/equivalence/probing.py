@@ -414,7 +414,7 @@ class Prober:
                     are_apart = self.are_apart(env, is_first_out, is_second_out)
                     return _AtPoint(is_real(first), is_real(second), same and not are_apart)
             bits = 3 * bits + 1
-        raise TooLarge("rounding hides the difference")
+        raise TooLarge("rounding errors may exceed the difference")
 
     def agree(self, first: Value, second: Value, bits: int = _BITS) -> bool:
         """Return True if two values are equal within their error bounds.
@@ -432,7 +432,7 @@ class Prober:
         size = max(one.magnitude, two.magnitude)
         is_tiny = error < -bits // 3 and size <= error + _SLACK
         if error + _SLACK > size - bits // 3 and not is_tiny:
-            raise Undecided("rounding hides the difference")
+            raise Undecided("rounding errors may exceed the difference")
         return True
 
     def approximate(self, value: Value, bits: int = _BITS) -> Approx:

@@ -236,7 +236,7 @@ def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]
     assert found.headline.numbers[3].note.startswith("an upper bound")
-    assert "do not record their questions" in render_calibration(found, "markdown")
+    assert "not known" in render_calibration(found, "markdown")
 
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "aci", "question", "question-turn"])

@@ -186,5 +186,5 @@ def test_a_pilot_needs_both_models_alone() -> None:
         judge_pilot([alone])
     with pytest.raises(UsageError, match="two problems"):
         judge_pilot([alone, made("target-only", [0.5], 10)])
-    with pytest.raises(OptionError, match="several methods"):
+    with pytest.raises(OptionError, match="chooses its methods itself"):
         anyio.run(run_pilot, {"method": "coin"})

@@ -337,7 +337,10 @@ def health_table(health: Health) -> ReportTable:
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
         ("correlation within a question (intraclass correlation)", health.clusters.icc),
         ("effective sample size", cell(health.clusters.effective, ",.0f")),
-        ("scores that also occur in the same question", cell(health.repeats.within, "%")),
+        (
+            "scores that are the same as another score of the same question",
+            cell(health.repeats.within, "%"),
+        ),
         ("scores that also occur in another question", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
         ("threshold: escalate if worse than", shown_score(health, health.threshold)),

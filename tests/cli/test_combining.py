@@ -104,7 +104,7 @@ def test_misused_combine_is_refused(atts: Any, scripted: tuple[str, ...], datase
     assert stopped.code == 130
     part = atts("combine", "part", "--target", "scripted", "--out", "after")
     assert part.code == 2
-    assert "not complete; repeat its command first" in part.err
+    assert "unfinished problem" in part.err
     same = atts("combine", "part", "--target", "scripted", "--out", "part")
     assert "name another directory" in same.err
     none = atts("eval", dataset, *scripted, "--set", "select_prompt=@missing.txt")

@@ -390,8 +390,8 @@ def test_filters_then_draw_then_slice() -> None:
         (Selection(ids=("set/77",)), "no problem has the id 'set/77'"),
         (Selection(levels=(9,)), "Known values: 1, 2, 3, 4, 5"),
         (Selection(subjects=("Geometry",)), "Known values: A, B"),
-        (Selection(sample=11), "cannot draw 11 of 10"),
-        (Selection(sample=0), "cannot draw 0 of 10"),
+        (Selection(sample=11), "cannot sample 11 of 10"),
+        (Selection(sample=0), "cannot sample 0 of 10"),
         (Selection(start=10), "none of 10 problems matches the selection (slice [10:])"),
     ],
 )

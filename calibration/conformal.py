@@ -97,10 +97,9 @@ class RateCheck:
         if self.standing == "unclear":
             return (
                 f"{share}: too few questions to tell whether the rate is on target. With "
-                "independent decisions, an on-target rate would be in "
-                f"{_interval_text(self.coin)} (95 %); with "
-                f"{counted(self.questions, 'question')} as different as these, in "
-                f"{_interval_text(self.band)} (99 %)"
+                f"independent decisions, an on-target rate would be in {_interval_text(self.coin)} "
+                f"(95 %); given how much the rates of these {counted(self.questions, 'question')} "
+                f"differ, in {_interval_text(self.band)} (99 %)"
             )
         low, high = self.coin
         # After few decisions the interval is wide, so "inside the interval" proves little. The text

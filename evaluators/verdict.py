@@ -15,7 +15,7 @@ Status = Literal["equal", "different", "unscored"]
 
 RULES = {
     "same text": "the answers have the same spelling, except for spacing and wrappers",
-    "text": "both answers are words, and were compared as text",
+    "text": "both answers are words, which were compared as strings",
     "choice": "the letters of two choices were compared",
     "structure": "the answers have equal parts in the same order",
     "exact": "exact rational or algebraic numbers were compared",
@@ -37,7 +37,7 @@ RULES = {
     "ratio": "ratios were compared as proportions",
     "infinity": "at least one of the two values is infinite",
     "undefined": "one of the two answers has no defined value",
-    "name": "the names of the values were compared",
+    "name": "the names of the values, such as x in x = 5, were compared",
     "set": "lists or sets were compared, regardless of order",
     "tuple": "tuples were compared, entry by entry",
     "matrix": "matrices were compared, entry by entry",
@@ -45,10 +45,11 @@ RULES = {
     "relation": "equations or inequalities were compared",
     "equation": "an equation was compared with a value",
     "congruence": "residue classes (integers modulo n) were compared",
-    "cases": "cases were compared with their conditions",
+    "cases": "piecewise values were compared together with their conditions",
     "logic": "one answer says `and` where the other answer says `or`",
     "prose": "words before or after a value negate, restrict or replace it",
-    "malformed": "one of the two answers cannot be read: an argument or a bracket is missing",
+    "malformed": "one of the two answers cannot be read, because an argument or a bracket is "
+    "missing",
     "no answer": "there is no answer",
     "cut": "the text ends in the middle of its answer",
     "no reference": "there is no reference",

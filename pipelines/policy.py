@@ -141,8 +141,8 @@ class ConfidenceStop:
 
     warmup: Annotated[
         int,
-        "number of warm-up rollouts, which always run to their end; later rollouts may be "
-        "stopped if they are less confident",
+        "number of warm-up rollouts, which always run to their end; a later rollout may be "
+        "stopped if its confidence is below a threshold computed from these rollouts",
     ] = 16
     keep: Annotated[float, "share of warm-up rollouts whose confidence is above the threshold"] = (
         0.9

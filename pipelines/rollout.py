@@ -320,7 +320,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         # the target fits too.
         if part is not None:
             written = await builder.write("target", [part])
-            note = f"the first {part.tokens} of {chunk.tokens} tokens were kept"
+            note = f"the first {part.tokens} of the chunk's {chunk.tokens} tokens were kept"
             builder.enter([part, written], [chunk], decision, score, note, part.tokens)
             return
     # Discard the chunk, and let the target write a replacement. The target has a separate stream of

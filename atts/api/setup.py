@@ -205,7 +205,7 @@ class Setup:
     ] = None
     labelled: Annotated[
         str | None,
-        "graded run with the same settings, from which abstain takes its agreement threshold",
+        "graded run with the same settings; abstain takes its agreement threshold from that run",
     ] = None
     accept_when_agreeing: Annotated[
         float | None,

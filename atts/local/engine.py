@@ -418,7 +418,7 @@ class _OpenEngine:
         for reply in report.replies:
             if reply.request_id == 0:
                 assert isinstance(reply, FailureReply), (
-                    "a reply to all requests must be a failure of the loop"
+                    "only a failure of the step loop may be sent as a reply to all requests"
                 )
                 self.end = self.end or reply
                 waiters = list(self._waiters.values())

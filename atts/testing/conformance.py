@@ -653,7 +653,7 @@ async def check_distribution(probe: Probe) -> None:
         require(tied, f"sampling with top_k 2 gave {len(scores)} different tokens")
         lead = (scores[0][0] - scores[1][0]) / temperature
         if len(scores) == 2:
-            what = f"the better of two tokens at temperature {temperature:g}"
+            what = f"the more likely of two tokens at temperature {temperature:g}"
             _require_share(what, drawn.count(scores[0][1]), len(drawn), 1 / (1 + math.exp(-lead)))
 
 

@@ -92,7 +92,7 @@ def unboxed(text: str) -> str:
     if contents:
         return ", ".join(contents)
     if open_at is not None:
-        raise Malformed("a box that was cut off")
+        raise Malformed("an incomplete box")
     return FORMS["empty_box"].sub("", text)
 
 

@@ -201,7 +201,7 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
         f"atts recomputed {counted(match.checked, 'recorded decision')} from the journal; "
         f"{match.same:,} of them had the recorded result"
         + (f"; {missing:,} of them had a different result" if missing else "")
-        + ("" if named else "; this identified the rate scope")
+        + ("" if named else "; the recomputation identified the rate scope")
     )
     return StatedGuarantee(
         match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit

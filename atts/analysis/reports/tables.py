@@ -325,7 +325,7 @@ def turn_table(control: RateControl) -> ReportTable:
     ]
     return ReportTable.of(
         "Escalated chunks, by turn",
-        ("turn", "decisions", "escalated", "rate", "95 % band for a coin"),
+        ("turn", "decisions", "escalated", "rate", "95 % band for coin tosses"),
         rows,
     )
 

@@ -219,8 +219,8 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "paper-conditional",
-        "the rule in the published code, but each score is ranked only among the stored "
-        "first-turn scores of its question",
+        "the rule in the published code, with ranks per question: each score is ranked among the "
+        "stored first-turn scores of its own question",
         _AS_PUBLISHED,
         _conditional,
         departures=PAPER_DEPARTURES,

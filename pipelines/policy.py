@@ -147,7 +147,7 @@ class ConfidenceStop:
     keep: Annotated[float, "share of warm-up rollouts whose confidence is above the threshold"] = (
         0.9
     )
-    window: Annotated[int, "number of tokens over which confidence is averaged"] = 64
+    window: Annotated[int, "number of consecutive tokens whose confidence is averaged"] = 64
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
@@ -278,8 +278,8 @@ class Policy:
     ] = "certain"
     confidence: Annotated[
         float,
-        "early_stop=likely cancels rollouts once the vote stays the same with at least "
-        "this probability",
+        "early_stop=likely cancels rollouts once the vote will stay the same with at least this "
+        "probability",
     ] = 0.95
     first_wave: Annotated[
         int,

@@ -225,7 +225,8 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
-        "windows", f"stops when the {_ESC_WINDOW} rollouts of a window all give the same answer",
+        "windows", f"stops when all {_ESC_WINDOW} rollouts of a window (consecutive rollouts) give "
+                   "the same answer",
         _windows, "ESC",
     ),
     StoppingRule(

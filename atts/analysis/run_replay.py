@@ -856,7 +856,7 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
         return recorded.accuracy({})
     low = mean_estimate([worst for worst, _ in bounds], len(bounds))
     high = mean_estimate([best for _, best in bounds], len(bounds))
-    note = f"the recorded rollouts do not determine the result of {undecided:,} of the votes"
+    note = f"for {undecided:,} of the votes, the recorded rollouts do not determine the winner"
     return replace(low, value=math.nan, high=high.high, method="bounds", note=note)
 
 

@@ -199,8 +199,7 @@ async def tune(
     if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):
         raise OptionError(
             "--load",
-            f"{list(loads)} is not a list of increasing whole numbers, the first of them at "
-            "least 1",
+            f"{list(loads)} is not a list of increasing whole numbers of at least 1",
         )
     for name, value in (("--tokens", tokens), ("--most", most)):
         if value < 1:

@@ -140,7 +140,8 @@ class SglangDialect(Scorer):
         count = len(request.suffix)
         if tuple([row[1] for row in rows]) != request.prefix[-1:] + request.suffix:
             raise ValueError(
-                f"the server did not score the {count} requested token ids, but {len(values)} others"
+                f"the server scored {len(values)} other token ids instead of the {count} requested "
+                "ones"
             )
         if len(values) != count:
             sent = counted(len(values), "log-probability", "log-probabilities")

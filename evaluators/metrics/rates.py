@@ -549,7 +549,7 @@ def _ratio(
     check_level(level)
     count = len(parts)
     if count < 2:
-        note = "this needs at least two questions with both correct and wrong rollouts"
+        note = "too few questions: at least two must have both correct and wrong rollouts"
         return undefined_estimate(count, samples, level, note)
     numerator = np.asarray(parts, np.float64)
     weights = np.asarray(wholes, np.float64)

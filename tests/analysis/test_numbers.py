@@ -302,7 +302,7 @@ def test_cancelled_rollouts_count_in_no_accuracy(run: Path) -> None:
     alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
     assert spared > 0
     assert alone.estimate.n_samples == 12 * 8 - spared
-    told = f"without {counted(spared, 'rollout')} that the settled vote cancelled"
+    told = f"without {counted(spared, 'rollout')} cancelled because the vote was settled"
     assert told in report.coverage
 
 

@@ -180,7 +180,7 @@ async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: s
     [
         (
             [[None, 1, None], [-0.5, 8, None]],
-            "did not score the 1 requested token ids, but 1 others",
+            "scored 1 other token ids instead of the 1 requested ones",
         ),
         ([[None, 1, None], [None, 2, None]], "sent 0 log-probabilities for 1 requested token id"),
     ],

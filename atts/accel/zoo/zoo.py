@@ -651,7 +651,9 @@ class Zoo:
             f"{folder} is an adapter, and its base model ({said or 'not named'}) was not found in "
             "the zoo"
         )
-        raise OptionError("--base", f"{problem}; give its base model (in the zoo: {names})")
+        raise OptionError(
+            "--base", f"{problem}; give the adapter's base model (in the zoo: {names})"
+        )
 
     def remove(self, name: str) -> int:
         """Remove a model, and delete all blocks that no other model uses.

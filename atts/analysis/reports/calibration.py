@@ -457,9 +457,9 @@ def _first(report: CalibrationReport) -> Chart:
     """
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
-        "The thick line is the share of chunks escalated so far. The thin line is the same "
-        f"share among the latest {report.control.window} chunks.{asked} With independent coin "
-        "tosses, the share would be inside the grey band with 95 % probability."
+        "The thick line is the share of chunks escalated so far. The thin line is the same share "
+        f"among the latest {report.control.window} chunks.{asked} With independent coin tosses, "
+        "the thick line would be inside the grey band with 95 % probability."
     )
     return replace(
         over_time_chart(report.control), title="Share of chunks escalated", caption=caption

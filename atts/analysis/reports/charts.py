@@ -341,8 +341,8 @@ def over_time_chart(control: RateControl) -> Chart:
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
     words = (
         "Thick line: share over all decisions so far. Thin line: share over the latest "
-        f"{control.window} decisions. Band: with 95 % probability, the share would be here if each "
-        "decision were an independent coin toss."
+        f"{control.window} decisions. Band: if each decision were an independent coin toss, the "
+        "thick line would be inside the band with 95 % probability."
     )
     rows = [
         (m.decisions, m.share, m.low, m.high, m.rolling)

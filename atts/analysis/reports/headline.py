@@ -101,7 +101,8 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     counts = (
         (
             left_out["spared"],
-            "that the settled vote cancelled, so the accuracy is biased towards fast rollouts",
+            "cancelled because the vote was settled, so the accuracy is biased towards fast "
+            "rollouts",
         ),
         (left_out["lost"], "that failed"),
     )

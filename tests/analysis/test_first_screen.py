@@ -43,7 +43,7 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
         f"the vote is correct on {right} of 12 problems, and the target wrote "
         f"{percent(report.spend.target_share)} "
         f"of the text; the vote of target alone is correct on {there} of 12 problems, and the target of target alone wrote "
-        f"{times} times as many tokens"
+        f"{times} times as many tokens as this run's target"
     )
     assert _again(report, accuracy=()).startswith(
         "12 problems finished, but no answer is graded, and the target"
@@ -52,7 +52,7 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
     for ratio, said in (
         (math.inf, "wrote no tokens"),
         (0.0, "tokens per problem"),
-        (1.02, "as many tokens"),
+        (1.02, "as many tokens as this run's target"),
         (math.nan, "of 12 problems"),
     ):
         other = replace(report.baselines[0], target_token_ratio=ratio)

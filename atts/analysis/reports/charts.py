@@ -354,7 +354,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 def reliability_chart(found: Uniformity) -> Chart:
     """Draw the escalation rate computed from the p-values against the nominal rate."""
-    plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate by the p-values"))
+    plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate computed from the p-values"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
     marks = [
@@ -372,7 +372,7 @@ def reliability_chart(found: Uniformity) -> Chart:
         f"{found.effective:,.0f}). A rate scope with feedback corrects the rate even if the "
         "p-values are not uniform, so its guarantee does not depend on this chart."
     )
-    data = ("nominal rate", "rate by the p-values"), curve[::5]
+    data = ("nominal rate", "rate computed from the p-values"), curve[::5]
     return Chart.of(
         "Reliability",
         words,
@@ -412,7 +412,9 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 def labelled_chart(found: LabelledScores) -> Chart:
     """Draw the share of chunks whose rollouts are correct against the chunks' p-values."""
-    plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are correct"))
+    plot = Plot(
+        Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "share of chunks from correct rollouts")
+    )
     places = [((one.low + one.high) / 2, one.right) for one in found.bins]
     marks = [
         plot.line([(place, right.low), (place, right.high)], "whisker") for place, right in places
@@ -433,7 +435,7 @@ def labelled_chart(found: LabelledScores) -> Chart:
             "over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
-    columns = ("p-value from", "to", "answers that are correct", "chunks")
+    columns = ("p-value from", "to", "share of chunks from correct rollouts", "chunks")
     return Chart.of("Accuracy by p-value", words, plot, marks, (columns, rows))
 
 
@@ -443,7 +445,7 @@ def _drift(found: DriftTest) -> Chart:
     thin = max(1, len(found.path) // 1000)
     plot = Plot(
         Axis(0, found.questions, "questions", values="whole"),
-        Axis(low * 1.05, high * 1.1, "log10 of capital"),
+        Axis(low * 1.05, high * 1.1, "log10 of the capital"),
     )
     marks = [
         plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
@@ -463,7 +465,12 @@ def _drift(found: DriftTest) -> Chart:
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
     return Chart.of(
-        "Drift", words, plot, marks, (("questions", "log10 of capital"), rows), "Drift martingale"
+        "Drift",
+        words,
+        plot,
+        marks,
+        (("questions", "log10 of the capital"), rows),
+        "Drift martingale",
     )
 
 

@@ -542,11 +542,15 @@ def _beside(other: Baseline) -> str:
     said = f"the vote of {other.name} is correct on {right_of(other.other)}"
     if math.isnan(ratio):
         return said
-    much = f"{1 / ratio:.2g} times as many tokens" if 0 < ratio < math.inf else "no tokens"
+    much = (
+        f"{1 / ratio:.2g} times as many tokens as this run's target"
+        if 0 < ratio < math.inf
+        else "no tokens"
+    )
     if not ratio:
         much = f"{other.target_tokens_per_problem:,.0f} tokens per problem"
     if 0.95 < ratio < 1.05:
-        much = "as many tokens"
+        much = "about as many tokens as this run's target"
     return f"{said}, and the target of {other.name} wrote {much}"
 
 

@@ -288,7 +288,7 @@ def calibration_table(control: RateControl) -> ReportTable:
             "questions",
             control.questions
             if control.questions < control.decisions
-            else "one question per chunk, or unknown",
+            else "unknown, or one per chunk",
         ),
         ("decisions without a score", control.forced),
         ("effective sample size", control.effective),

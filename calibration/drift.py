@@ -738,8 +738,8 @@ class DriftMonitor(Persisted):
             self._alarm(
                 "duplicates",
                 1.0,
-                f"{self._repeats.doubt}; use --live to compare the stored scores with those of "
-                "a run",
+                f"{self._repeats.doubt}; use --live to compare the stored scores with the scores "
+                "of a run",
             )
 
     def _bet(self, mean: float, theta: float) -> None:
@@ -833,7 +833,7 @@ class Health:
             warnings.append(self.repeats.fault)
         if self.repeats.doubt:
             warnings.append(
-                f"{self.repeats.doubt}; to compare the stored scores with those of a run, use "
+                f"{self.repeats.doubt}; to compare the stored scores with the scores of a run, use "
                 "`atts calibration check --live RUN`"
             )
         if not self.repeats.clustered:

@@ -151,8 +151,8 @@ class Combiner:
             better = counted(self.better, "problem")
             return f"better than the vote on {better}, worse on {self.worse}"
         return (
-            f"{self.consistent} of {counted(pairs, 'pair')} of answers had the same verdict in "
-            "both presentation orders"
+            f"for {self.consistent} of {counted(pairs, 'pair')} of answers, the verdict did not "
+            "depend on which answer came first"
         )
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
@@ -566,8 +566,8 @@ class CombineSummary:
             )
         if self.pairs:
             words += (
-                f"; {self.consistent:,} of {counted(self.pairs, 'pair')} of answers got the same "
-                "verdict in both presentation orders"
+                f"; for {self.consistent:,} of {counted(self.pairs, 'pair')} of answers, the "
+                "verdict did not depend on which answer came first"
             )
         if self.unusable:
             words += f"; the request to the target failed for {counted(self.unusable, 'problem')}"

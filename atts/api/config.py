@@ -185,7 +185,7 @@ class Job:
     limit: Annotated[
         int | None, "number of problems to run, starting with the first; none: all problems"
     ] = None
-    file: Annotated[str | None, "file from which the benchmark is read instead of the hub"] = None
+    file: Annotated[str | None, "file to read the benchmark from, instead of the hub"] = None
     column: Annotated[
         tuple[str, ...],
         "columns of the file that contain the fields, as FIELD=COLUMN, such as text=Question",

@@ -61,7 +61,7 @@ class OtherTokenizer(FingerprintError):
             f"for {text[:24]!r} the server returns the ids {_first_ids(theirs)}, but the tokenizer "
             f"returns {_first_ids(ours)}"
         )
-        problem = f"the tokenizer is not that of the served model: {seen}"
+        problem = f"the tokenizer does not belong to the served model: {seen}"
         self.args = (
             f"engine {engine}: {problem}. To name the tokenizer of the served model, "
             "add ?tokenizer=FOLDER at the end of its address",

@@ -177,7 +177,7 @@ def combination_table(report: RunReport) -> ReportTable:
                 cell(combined.ceiling),
             ),
             (
-                "pairs of answers with the same verdict in both presentation orders",
+                "pairs of answers whose verdict did not depend on which answer came first",
                 f"{combined.consistent:,} of {combined.pairs:,}",
             ),
             (

@@ -76,7 +76,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
         for form in sorted(forms):
             off = disagreement(config, PagedAttention, cache, window, form)
             if not off <= _TOLERANCE[cache.dtype]:
-                raise ValueError(f"the kernel's result differs from that of torch by {off:.2g}")
+                raise ValueError(f"the kernel's result differs from torch's result by {off:.2g}")
     return PagedAttention, MOST_ROWS
 
 

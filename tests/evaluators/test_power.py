@@ -20,7 +20,7 @@ def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[
     return [(draw.uniform(size=samples) < p).tolist() for p in accuracy]
 
 
-def test_the_split_is_unbiased_with_two_samples() -> None:
+def test_the_split_is_unbiased_with_few_samples() -> None:
     """With only three samples per problem, the estimates of the variance between and within
     problems equal the true values on average over 300 runs.
     """

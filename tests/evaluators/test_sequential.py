@@ -56,7 +56,7 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
     assert wrong <= 0.05 * runs + 2 * math.sqrt(0.05 * 0.95 * runs)
 
 
-def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
+def test_a_difference_of_twenty_points_is_seen_within_75_problems() -> None:
     """The runs differ on three in ten problems, by 20 points in total. In the median of 21
     simulations, the difference is detected within 75 problems.
     """

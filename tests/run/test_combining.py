@@ -312,12 +312,23 @@ def test_half_votes_replace_missing_references() -> None:
 
 
 def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
-    """On average, the verdict of a fair coin leaves the betting odds unchanged, so they exceed 10
-    in at most a tenth of the runs.
+    """The betting odds exceed 10 at some time in at most a tenth of all runs of 16 fair coin flips,
+    because the mean over a flip's two outcomes leaves the odds unchanged.
     """
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2
         assert mean == pytest.approx(odds(better, worse))
+    # the number of runs so far whose odds never exceeded 10, keyed by their counts of both outcomes
+    low = {(0, 0): 1}
+    for _ in range(16):
+        following: dict[tuple[int, int], int] = {}
+        for (better, worse), runs in low.items():
+            for counts in ((better + 1, worse), (better, worse + 1)):
+                if odds(*counts) <= 10:
+                    following[counts] = following.get(counts, 0) + runs
+        low = following
+    exceeded = 1 - sum(low.values()) / 2**16
+    assert 0 < exceeded <= 0.1
 
 
 class Refusing(EngineAround):

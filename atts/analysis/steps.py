@@ -60,8 +60,8 @@ class StepLog:
         self._spellings: list[str] = []
         # four numbers for each step: the indices of the texts kind, question, action and origin
         self._codes = array("I")
-        # Four integers for each step: turn, sample, issue, and a bit mask. The mask says whether
-        # the chunk was escalated, and which optional values are not None.
+        # Four integers for each step: turn, sample, the index of the score request, and a bit mask.
+        # The mask says whether the chunk was escalated, and which optional values are not None.
         self._numbers = array("q")
         self._values = array("d")  # five floats for each step: rate, score, p-value, length, left
         self._keeps_reasons = keeps_reasons

@@ -212,8 +212,8 @@ class _Items:
         # number of open brackets around each item, which is 0 for items without a list; -1 outside
         # the list of items
         level = -1
-        # the latest string that only the outermost bracket encloses; it may be the name of the list
-        # of items
+        # the latest string directly inside the outermost object: possibly the key of the list of
+        # items
         key = b""
         number = 0
         while True:

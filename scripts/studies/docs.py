@@ -443,8 +443,8 @@ def _subclasses(error: type[atts.ATTSError]) -> list[type[atts.ATTSError]]:
 
 
 def methods_page() -> str:
-    """Return the table of methods, and the differences between the two methods in the paper and in
-    its published code.
+    """Return a page with a table of all methods, and with the differences between the methods
+    `paper-marginal` and `paper-conditional` and the paper's published code.
     """
     lines = [
         "# Methods at a glance",

@@ -127,8 +127,8 @@ def test_code_is_not_run_even_if_the_refusal_is_missing(
 def test_code_files_are_refused_without_an_auto_map(
     file: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """A folder with a model's code is refused even without an auto_map, because the code defines
-    another model.
+    """A folder with Python code of a model is refused even without an auto_map, because the code may
+    define an architecture other than the configured one.
 
     Other Python files are accepted.
     """

@@ -255,8 +255,8 @@ def test_log_probabilities_do_not_depend_on_the_batch(make_model: Make) -> None:
 
 
 def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path) -> None:
-    """Texts stay the same if requests come and go at random and each step takes another number of
-    tokens.
+    """Texts stay the same if requests come and go at random, and if the number of tokens per step
+    varies.
     """
     shuffled = random.Random(4)
     orders: list[Any] = list(requests(20, 20))

@@ -1,6 +1,4 @@
-"""Engines for models that run on HTTP servers or in a Ray cluster, singly or as pools of
-replicas.
-"""
+"""Engines for models that run in a Ray cluster, or on one or several HTTP servers."""
 
 from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
 from atts.servers.dialect import DraftCounts

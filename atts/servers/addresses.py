@@ -153,7 +153,7 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
 
 
 def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
-    """Parse the rest of an "openai:" address that names a model but has no URL."""
+    """Parse the part after "openai:" in an address that names a model but has no URL."""
     model, _, query = rest.partition("?")
     settings = _settings(query)
     if not model or _HOST_AND_PORT.fullmatch(rest):
@@ -233,7 +233,7 @@ def _options(
 
 
 def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
-    """Return where to read the API key from: a variable or a file.
+    """Return the place from which to read the API key: an environment variable or a file.
 
     By default, OPENAI_API_KEY is sent only to OpenAI and to the host in OPENAI_BASE_URL. Any other
     host could misuse the key.
@@ -262,8 +262,7 @@ def _is_set(variable: str) -> bool:
 
 def _host(url: str) -> tuple[str, str]:
     """Return the scheme and the "host:port" of a URL, or two empty strings if the URL is malformed.
-
-    Two URLs may share an API key only if both values are the same.
+    Two URLs may share an API key only if both their schemes and their "host:port" are the same.
     """
     try:
         parts = urlsplit(url.strip())

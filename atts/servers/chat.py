@@ -128,7 +128,8 @@ class TextTokenizer:
     def pieces(self, text: str, count: int) -> TokenIds:
         """Return the ids of a text that the server counted as `count` tokens.
 
-        The result has exactly `count` ids, or one per byte if the text has fewer bytes.
+        The result has exactly `count` ids, or one per byte if the text has fewer than `count`
+        bytes.
 
         :raises ValueError: if the text is too long for `count` ids.
         """
@@ -260,8 +261,8 @@ class TextDialect(Dialect):
 
         The end id is added if the model itself ended the text. Reasoning that arrives in a separate
         field is placed before the content as "<think>\\n…\\n</think>\\n\\n", the form in which
-        other models write it. If the text so far has an open <think>, the reasoning continues it.
-        If a reply was cut at the token limit and has no text, the completion has no ids.
+        other models write it. No "<think>" is added if the conversation already ends within a think
+        block. If a reply was cut at the token limit and has no text, the completion has no ids.
         """
         thought = reasoning if isinstance(reasoning, str) else ""
         if thought:

@@ -94,8 +94,8 @@ def logprob_of(value: float) -> float:
 
 
 def is_score(value: float) -> bool:
-    """Return whether a value can be the log-probability of a given token. Minus infinity is
-    possible.
+    """Return whether a value is a possible log-probability of a scored token. Minus infinity is
+    possible, because the model may give such a token probability 0.
     """
     return LOWEST < value <= HIGHEST or value == -math.inf
 
@@ -117,8 +117,8 @@ def are_logprobs(values: Sequence[float | None]) -> bool:
 
 
 def are_scores(values: Sequence[float]) -> bool:
-    """Return whether all values can be log-probabilities of given tokens. Minus infinity is
-    possible, because a given token may have probability 0.
+    """Return whether all values are possible log-probabilities of scored tokens. Minus infinity is
+    possible, because the model may give a scored token probability 0.
     """
     return are_logprobs(values) or all(map(is_score, values))
 
@@ -254,8 +254,8 @@ class ReplyRejected(ConnectionLost):
 
 
 def open_transport(options: RemoteOptions) -> Transport:
-    """Open the fastest HTTP library that is available: aiohttp under asyncio, or httpx2 under trio
-    and if aiohttp is not installed.
+    """Open HTTP connections with the library for the running event loop: aiohttp under asyncio if
+    it is installed, or else httpx2.
 
     :raises MissingExtra: neither aiohttp nor httpx2 can be used.
     :raises OptionError: the certificate file cannot be read.
@@ -448,8 +448,8 @@ class _Body:
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
-    """Return advice on the proxy after a connection failed, or "" if the environment sets no
-    proxy.
+    """Return advice about the proxy for the message of a failed connection. Return "" if the
+    environment sets no proxy.
     """
     scheme = urlsplit(url).scheme
     names = [
@@ -582,8 +582,8 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """Return how often the server may have changed: the count of lost connections and of new
-        model names.
+        """Return the count of events after which the server may have changed: lost connections, and
+        replies with a new model name or fingerprint.
 
         Whenever this count grows, the server must be identified again.
         """
@@ -594,10 +594,10 @@ class AdaptiveLimit(SlotQueue):
     """A limit on concurrent requests that shrinks when the server refuses one, then grows back to
     the configured limit.
 
-    After a single refusal, growth starts one second later, and the limit doubles every second. Each
-    further refusal makes the pause longer (up to 15 seconds) and the growth slower (down to 5 % per
-    second). A busy server is therefore not overloaded repeatedly. A server error only pauses the
-    growth.
+    After a single refusal, the limit does not grow for one second, then doubles every second. Each
+    further refusal makes the wait longer (up to 15 seconds) and the growth slower (down to 5 % per
+    second). If the server's Retry-After is longer than the wait, the limit waits for that time. A
+    busy server is therefore not overloaded repeatedly. A server error only delays the growth.
     """
 
     SHRINK = 0.8
@@ -810,8 +810,8 @@ class Client:
         return self.url + call.path, msgspec.json.encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
-        """Ask the server to abort a request whose connection is already closed. This takes only a
-        short time, even if the server does not answer.
+        """Ask the server to abort a request whose connection is already closed. Wait only a short
+        time for the server's answer.
         """
         if call is None:
             return

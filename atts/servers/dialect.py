@@ -101,16 +101,17 @@ class Dialect(ABC):
     schemes: tuple[str, ...]
     """The address schemes that select this dialect, such as "vllm" in "vllm:http://HOST:PORT"."""
     found_at: str = ""
-    """A path that returns status 200 only on servers of this dialect, so that `auto` can detect it.
-    "" means that the dialect cannot be detected.
+    """A path that `auto` requests to detect this dialect, because its servers answer with status
+    200. "" means that the dialect cannot be detected.
     """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
-    """Number of tokens by which a prompt and its reply must stay below the server's context length.
+    """The prompt and the reply together must be shorter than the server's context length by at
+    least this number of tokens.
     """
     logprobs: LogProbs = "raw"
     """The kind of log-probs that come with sampled tokens: raw, or processed by the sampling
-    settings. The probe measures it, and may correct this value.
+    settings. The probe measures which kind a server sends, and corrects this value if necessary.
     """
     cuts_logprobs = False
     """True if processed log-probs are computed after top-k, top-p and min-p. False if only the
@@ -153,8 +154,8 @@ class Dialect(ABC):
         """Read the completion in the reply to a `sample_call`."""
 
     def abort(self, rid: str) -> Call | None:
-        """Return the HTTP call that aborts a request, or None if the server has no such call. A
-        request is then aborted by closing its connection.
+        """Return the HTTP call that aborts a request. Return None if the server has no such call;
+        closing a request's connection then aborts the request.
         """
         return None
 
@@ -194,8 +195,9 @@ class Dialect(ABC):
         """Return the body field with a request's priority, or an empty dict if priorities are not
         sent.
 
-        A request without a priority gets its problem's index in order of arrival. The server then
-        finishes earlier problems first, so that few problems are unfinished at a time.
+        A request without a priority gets one from its problem: 1 for the first problem that arrived,
+        2 for the second, and so on. The server then finishes earlier problems first, so that few
+        problems are unfinished at a time.
         """
         if self._options.priorities != "send":
             return {}
@@ -431,8 +433,8 @@ def metric(text: str, name: str) -> int | None:
 class DialectClient:
     """Client that sends requests in a server's dialect and checks all replies.
 
-    `hot_convention` says whether log-probs sampled at temperatures other than 0 and 1 are raw or
-    processed. The probe measures it.
+    `hot_convention` says whether the log-probs of tokens sampled at temperatures other than 0 and 1
+    are raw or processed. The probe measures which of the two they are.
     """
 
     def __init__(
@@ -471,8 +473,8 @@ class DialectClient:
         return sampled
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probs of the suffix's tokens. A server that can only rate can score only
-        suffixes of one token.
+        """Return the log-probs of the suffix's tokens. If the server can rate but not score, the
+        suffix must consist of one token.
 
         :raises UnsupportedByEngine: if the server can neither score nor rate.
         :raises BadReply: if the reply cannot be correct.
@@ -539,8 +541,8 @@ class DialectClient:
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
         """Return the most likely next words after a prefix, as a dict from word to log-prob.
 
-        Repeated calls with the same ids send only one request, because its reply contains all ten
-        digits of a rating.
+        Repeated calls with the same ids send only one request, because one reply contains all ten
+        digits that a rating can be.
 
         :raises UnsupportedByEngine: the server does not list likely words.
         """
@@ -804,10 +806,10 @@ def find_end(
 
 
 def _stop_length(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """Return how many leading ids are needed until their text contains a stop string, or 0 if it
-    contains none.
+    """Return the smallest number of leading ids whose text contains a stop string, or 0 if the text
+    of all ids contains none.
 
-    The count is found by bisection, because adding ids never makes the text shorter.
+    The search is a bisection, because adding ids never makes the text shorter.
     """
 
     def holds(count: int) -> bool:

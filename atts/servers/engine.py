@@ -494,8 +494,8 @@ class Watch:
 
 
 async def find_dialect(client: Client, name: str) -> Dialect:
-    """Return the dialect with this name. For "auto", detect the server's dialect by requesting a
-    typical path of each one.
+    """Return the dialect with this name. For "auto", request the path `found_at` of each dialect in
+    turn, and return the first dialect whose path the server has.
 
     :raises UnsupportedByEngine: if the server has no known dialect.
     """
@@ -655,7 +655,9 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """Return what pipelines may use the server for, such as "sample", "score" and "rate"."""
+        """Return the capabilities that pipelines may use on this server, such as "sample", "score"
+        and "rate".
+        """
         capabilities: set[str] = set(self.spec.capabilities)
         if "score" in capabilities:
             # A rating needs only the score of a single token, so a server that can score can also
@@ -698,7 +700,8 @@ async def probe(
 ) -> ProbeReport:
     """Test a server with about a dozen short requests, or about 200 if it speculates.
 
-    A failed test only appears in the report, but a different tokenizer raises an error.
+    A failed test only appears in the report, but a tokenizer that differs from the given one raises
+    an error.
 
     :raises EngineError: the server cannot be reached, speaks an unknown dialect, or lacks the
         model.

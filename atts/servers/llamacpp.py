@@ -144,7 +144,7 @@ class LlamaCppDialect(Forcer):
 def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
     """Return one log-prob per id, or None from the first missing log-prob on.
 
-    After a missing log-prob, it is unknown which row belongs to which id.
+    After a missing log-prob, it is unknown which id each later log-prob of the reply belongs to.
     """
     matching = 0
     while matching < min(len(ids), len(rows)) and rows[matching].id == ids[matching]:

@@ -24,9 +24,9 @@ _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """The technique by which atts makes a chat server continue an unfinished answer. "ask" puts the
-beginning into the prompt and asks for a continuation. "continue" sends it as the last message with
-two flags (vLLM, SGLang, llama.cpp). "prefix" marks that message as a prefix (DeepSeek, Mistral).
-"trailing" sends that message without flags.
+unfinished answer into the prompt and asks for a continuation. All other techniques send it as the
+last message: "continue" with two flags (vLLM, SGLang, llama.cpp), "prefix" marked as a prefix
+(DeepSeek, Mistral), and "trailing" without flags.
 """
 
 
@@ -104,7 +104,7 @@ class RemoteOptions:
     """Options of the connection to one server: time limits, retries and concurrency.
 
     - `timeout_seconds`: time limit of a call, including all its retries.
-    - `attempts`: how often a call is tried at most, including the first attempt.
+    - `attempts`: largest number of attempts per call, including the first one.
     - `in_flight`: largest number of concurrent requests. atts sends fewer after the server refuses
       some.
     - `wait_seconds`: how many seconds to wait for a server that is still loading its model.
@@ -115,9 +115,10 @@ class RemoteOptions:
       lost connection, and after a reply with another model name or fingerprint.
     - `recheck_requests`: after this many answers, a short request checks that the server's model
       has not changed.
-    - `proxy`: "environment" uses the proxy of variables such as HTTP_PROXY, "never" ignores them.
+    - `proxy`: "environment" uses the proxy that environment variables such as HTTP_PROXY name,
+      "never" ignores these variables.
     - `priorities`: "send" only works on servers that were started with priority scheduling, because
-      others reject requests with a priority.
+      other servers reject requests with a priority.
 
     The following options are for servers that take messages instead of token ids.
 
@@ -126,9 +127,9 @@ class RemoteOptions:
     - `context`: context length in tokens. 0 means the length that the server reports, or 131,072 if
       it reports none.
 
-    `thinking` selects who enforces thinking budgets. "send": the server does. It must accept
-    `thinking_token_budget` (on OpenRouter: `reasoning.max_tokens`). "close": atts stops the text at
-    the budget and closes the think block.
+    `thinking` selects who enforces thinking budgets. "send": the server does, and it must accept
+    the field `thinking_token_budget` (on OpenRouter: `reasoning.max_tokens`). "close": atts stops
+    the text at the budget and closes the think block.
 
     :raises OptionError: an option has an impossible value.
     """

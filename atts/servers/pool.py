@@ -1,5 +1,5 @@
-"""Pool that makes several replicas act as one engine, with cache-affine routing, circuit breaking
-and retries on other replicas.
+"""Pool of replicas that acts as one engine: it keeps each rollout on one replica, avoids failed
+replicas, and repeats their requests on others.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class ReplicaPool:
     """Several engines with the same model that act as one engine.
 
     All requests of a rollout go to the same replica, whose cache holds the rollout's prefix. If
-    that replica is down or much busier than the others, another one is used. If given, the function
-    `prefer` chooses the replica of each request instead.
+    that replica is down or much busier than the others, another one is used. If the function
+    `prefer` is given, it chooses the replica of each request instead.
 
-    If a replica is lost, its requests are repeated on other replicas. Once some time has passed,
-    one request checks whether it is back, while other requests use other replicas. A replica that
+    If a replica is lost, its requests are repeated on other replicas. After some time, one request
+    checks whether the lost replica is back, while other requests use other replicas. A replica that
     comes back with another model or version is never used again.
 
     :raises OptionError: if there is no replica.
@@ -291,8 +291,8 @@ class ReplicaPool:
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
-        """Count a failure, and take the replica out of use for a while. Each failure in a row makes
-        this time longer.
+        """Count a failure, and take the replica out of use for a while. This time grows with the
+        number of failures in a row.
         """
         member.failures += 1
         member.reason = str(error)

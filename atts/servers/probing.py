@@ -89,18 +89,19 @@ class Known:
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
-    """The kind of log-probs that come with tokens sampled at temperatures other than 0 and 1. If it
-    was not measured, this is the dialect's value.
+    """The kind of log-probs that come with tokens sampled at temperatures other than 0 and 1: raw,
+    or processed by the sampling settings. If the kind was not measured, this is the dialect's
+    value.
     """
     text: TokenIds
     """The ids with which the server continued the probe's prompt at temperature 0."""
     values: tuple[float, ...]
-    """The log-probs of the ids in `text`. They are scores, or if the server cannot score, the
-    log-probs that came with the text.
+    """The log-probs of the ids in `text`. They are scores if the server can score, and otherwise
+    the log-probs that came with the sampled ids.
     """
     convention: Convention = "unknown"
-    """The kind of log-probs that come with sampled tokens, as measured; "unknown" if it could not
-    be measured.
+    """The measured kind of log-probs that come with sampled tokens: raw, or processed by the
+    sampling settings. "unknown" if the kind could not be measured.
     """
     fingerprint: tuple[float, ...] = ()
     """Log-probs of a test text, as `ServerProbe.fingerprint` returned them when the engine opened.
@@ -109,7 +110,7 @@ class Known:
 
 
 class Seen(NamedTuple):
-    """Later measurements, to be compared with the values in `Known`."""
+    """Measurements of a later check, to be compared with the values in `Known`."""
 
     values: tuple[float, ...]
     convention: Convention
@@ -131,7 +132,7 @@ class ServerProbe:
         """Run the tests of all capabilities that the server's dialect claims.
 
         :raises FingerprintError: if the server has another tokenizer.
-        :raises EngineError: if a request fails that all other tests depend on.
+        :raises EngineError: if a request fails whose reply all later tests need.
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         if self._dialect.speaks == "text":
@@ -232,11 +233,11 @@ class ServerProbe:
         findings.append(await self._see_abort())
 
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
-        """Test that the model writes text, and return the text.
+        """Test that the model writes text within a few tokens at temperature 0, and return it.
 
-        If the server hides the model's reasoning, the first few tokens contain no text. Then the
-        model gets more tokens, and the result is None. The same happens at temperature 1 if the
-        model rejects temperature 0.
+        The result is None if the server hides the model's reasoning, or if the model rejects
+        temperature 0. The test is then repeated with a larger token limit, and in the second case
+        at temperature 1.
         """
         sampling = _GREEDY
         try:
@@ -583,7 +584,7 @@ _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """Result of a test whether speculative decoding leaves a server's token distribution
+    """Result of testing whether speculative decoding leaves a server's token distribution
     unchanged.
     """
 

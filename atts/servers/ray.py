@@ -359,8 +359,8 @@ class Host:
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
         """Open the engine if necessary, and return its spec and tokenizer, or its error.
 
-        If the engine is already open, `recheck` is called on it. For a local model, this restarts
-        the model's loop if it has ended.
+        If the engine is already open, `recheck` is called on it. A local engine is then opened
+        again if the task that runs its model has ended.
         """
         if self._life is None:
             self._life = asyncio.create_task(self._live())

@@ -259,9 +259,8 @@ async def _models(client: Client) -> list[str]:
 
 
 class RewardedTarget(EngineAround):
-    """A target engine combined with a reward model.
-
-    The reward model answers those scoring requests that contain a problem and steps as texts.
+    """A target engine combined with a reward model. If a scoring request contains a problem and
+    steps as strings, the reward model answers it. The target answers all other requests.
     """
 
     def __init__(self, target: Engine, rewards: RewardModel) -> None:
@@ -277,8 +276,9 @@ class RewardedTarget(EngineAround):
     async def score(self, request: ScoreRequest) -> Scores:
         """Return the scores of a request.
 
-        For a request with texts, this is a single score: the logarithm of the reward model's
-        probability. Otherwise the target scores the request's tokens.
+        If the request contains a problem and steps as strings, the result is a single score: the
+        logarithm of the reward model's probability. Otherwise the target scores the request's
+        tokens.
         """
         if not request.texts:
             return await super().score(request)

@@ -75,8 +75,9 @@ class _Completion(Struct):
 class VllmDialect(TopScorer):
     """The dialect of vLLM servers.
 
-    If the server supports it and was started with --enable-scale-out, scoring takes the prefix from
-    the server's cache. `FEATURES` lists which vLLM version each feature needs.
+    Scoring takes the prefix from the server's cache if the server's version can do so and the
+    server was started with --enable-scale-out. `FEATURES` lists the vLLM version that each feature
+    needs.
     """
 
     name = "vllm"

@@ -110,8 +110,8 @@ class Dialect(ABC):
     least this number of tokens.
     """
     logprobs: LogProbs = "raw"
-    """The kind of log-probs that come with sampled tokens: raw, or processed by the sampling
-    settings. The probe measures which kind a server sends, and corrects this value if necessary.
+    """The kind of log-probs that come with sampled tokens: raw, processed by the sampling settings,
+    or none. The probe measures which kind a server sends, and corrects this value if necessary.
     """
     cuts_logprobs = False
     """True if processed log-probs are computed after top-k, top-p and min-p. False if only the

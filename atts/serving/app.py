@@ -133,8 +133,8 @@ class _Endpoint:
         return _json(completion(reply))
 
     def _checked(self, request: Request, asked: SolveRequest) -> SolveRequest:
-        """Check that a request can run now. Return it, with the user of its API key if the keys
-        have users.
+        """Check that a request can run now, and return it. If the API keys have users, the returned
+        request names the user of its key.
 
         :raises RequestError: a field is wrong (the error names it), or the server is full (status
             429).
@@ -372,7 +372,8 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 DRAIN_SECONDS = 30
-"""Number of seconds that running requests get to finish after the server received a stop signal."""
+"""Number of seconds that running requests have to finish after the server receives a stop signal.
+"""
 
 
 class _Server(uvicorn.Server):

@@ -158,8 +158,8 @@ class Reply:
     def speaker(self) -> Rollout | None:
         """Return the rollout whose text the reply shows.
 
-        This is the first rollout with the voted answer. If there is none, it is the first rollout
-        that has any text.
+        This is the first rollout with the voted answer. If no rollout has that answer, it is the
+        first rollout with any text.
         """
         rollouts = self.outcome.rollouts
         agreeing = [one for one in rollouts if one.answer and one.answer == self.outcome.answer]
@@ -189,8 +189,8 @@ class Reply:
 
     @property
     def content(self) -> str:
-        """Return the content of the reply: the voted answer, or the whole text if there is none.
-        The content is cut before its first stop string.
+        """Return the content of the reply: the voted answer, or the whole text of the shown rollout
+        if there is no voted answer. The content is cut before its first stop string.
         """
         return self._content[0]
 

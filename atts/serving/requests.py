@@ -57,8 +57,8 @@ VOTES = _by_name(
     NamedPolicy("balanced", "draft-only", 4, 0.0, "likely", ("medium",)),
     NamedPolicy("careful", "draft-only", 8, 0.0, "certain", ("high", "xhigh")),
 )
-"""The policies that requests can select on a server with only one model. Its rollouts vote, and
-nothing is escalated.
+"""The policies that requests can select on a server with only one model. The model's rollouts vote,
+and no chunk is escalated.
 """
 DEFAULT = "balanced"
 METHODS = ("atts", "cascade", "coin", "draft-only", "target-only", "exact")

@@ -92,13 +92,13 @@ class Displaced(Exception):
 class FairSlots:
     """Slots for running requests, shared fairly among users by start-time fair queueing.
 
-    When a user gets a slot, the mean cost of a request is added to the user's total, divided by the
-    user's share. When the request ends, this estimate is replaced by its real cost. The next slot
-    goes to the waiting user with the lowest total, so that every waiting user gets a slot
-    eventually.
+    Each user has a total: the cost of the user's requests so far, divided by the user's share. A
+    free slot goes to the waiting user with the lowest total, so that every waiting user gets a slot
+    eventually. When a request starts, the mean cost of earlier requests is charged to its user.
+    When the request ends, its real cost replaces this estimate.
 
-    After a pause, a user's total is raised to the level of the last user served, so that idle time
-    gives no advantage.
+    When an idle user sends a request, a low total is raised to the largest total with which any
+    user has got a slot. Idle time therefore gives no advantage.
     """
 
     def __init__(self, slots: int, queue: int, shares: Mapping[str, float] | None = None) -> None:
@@ -891,7 +891,7 @@ async def _outcome_of(result: RunResult) -> Outcome:
 
 
 def _guarantee(gate: object) -> str:
-    """Return a gate's guarantee as a string, followed by the conditions that void it.
+    """Return a gate's guarantee as a string, followed by the conditions that make it invalid.
 
     The string is empty if the gate gives no guarantee.
     """

@@ -340,8 +340,8 @@ class RunReading:
             del self._texts[key]
 
     def leader(self) -> dict[str, Any] | None:
-        """Return the text of a rollout to show as an example: the one with the most turns in the
-        oldest unfinished problem.
+        """Return the name, the text and the number of turns of an example rollout. The example is
+        the rollout with the most turns in the oldest unfinished problem that has text.
         """
         for name, row in self.problems.items():
             keys = [key for key in self._texts if key[0] == name]

@@ -166,8 +166,8 @@ class EventStream(Response):
                 await _body(send, b"".join(events.written(text)))
 
     def _rest(self, reply: Reply) -> str:
-        """Return the part of the reply that must still be sent. If the reply shows another rollout
-        than the stream, this is its whole text after a separator.
+        """Return the part of the reply's text that must still be sent. If the stream has shown
+        another rollout than the reply, this part is a separator and the reply's whole text.
         """
         speaker = reply.speaker
         if speaker is not None and speaker.sample == self._leader:

@@ -1,5 +1,5 @@
-"""Virtual time for tests: code that sleeps for hours runs in milliseconds, and the order of its
-tasks stays the same.
+"""Virtual time for tests: code that sleeps for hours runs in milliseconds, and its tasks run in the
+same order as in real time.
 """
 
 from __future__ import annotations

@@ -36,11 +36,13 @@ LOOSE = Sampling(temperature=1.5)
 
 
 class Broken(Exception):
-    """An engine broke a promise; the message becomes a line of the report."""
+    """Error in a check, because the engine broke the promise that the check tests. The message
+    becomes a line of the report.
+    """
 
 
 class NotApplicable(Exception):
-    """A check does not apply to this engine; the message gives the reason."""
+    """Error in a check that does not apply to this engine. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,12 @@ class CheckOptions:
     - `tokens`: token limit of ordinary requests.
     - `long_tokens`: token limit of requests that will be cancelled, or that should reach the
       model's end token.
-    - `draws`: number of single tokens to draw for a test of the sampling distribution.
+    - `draws`: number of single tokens to sample for a test of the sampling distribution.
     - `timeout_seconds`: time limit of each check.
-    - `settle_seconds`: time within which the engine must drop cancelled work.
+    - `settle_seconds`: time within which the engine must stop working on cancelled requests.
     - `boundary`: largest context length that a check fills completely.
-    - `seeding`: "none" if the engine does not promise to reproduce seeds. In this case the checks
-      compare only greedy texts, up to the first tie.
+    - `seeding`: "none" if the engine does not promise the same text for the same seed. In this case
+      the checks compare only greedy texts, up to the first tie.
     - `skip`: names of checks to skip.
     """
 
@@ -136,9 +138,8 @@ class Probe:
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
-        """Return a request whose answer is reproducible.
-
-        The request is greedy if the engine does not promise to reproduce seeds.
+        """Return a request whose answer is reproducible. The request is greedy if the engine does
+        not promise the same text for the same seed.
         """
         name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
         sampling = sampling if self.options.seeding == "exact" else GREEDY
@@ -698,7 +699,7 @@ async def check_hints(probe: Probe) -> None:
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """Tokens drawn while scoring are the beginning of the sampled answer, and can be continued."""
+    """Tokens sampled while scoring are the sampled answer's first tokens, and can be continued."""
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))

@@ -87,7 +87,7 @@ class Faults:
     `delay_seconds` is the delay of the kinds slow, dropped and timeout.
 
     With `shares`, a request's seed, ids and rollout decide its fault, so the same requests fail in
-    any order of calls. The fault of a retry is drawn again.
+    any order of calls. A retry gets its own fault, or none.
 
     :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
         1.
@@ -171,7 +171,9 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """Return the answer with its content corrupted, if `kind` is a fault that corrupts answers."""
+    """Return the answer, corrupted if `kind` is a fault that corrupts answers, and unchanged
+    otherwise.
+    """
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -257,7 +259,7 @@ class ScoreDrift:
     above 1 raises the perplexity.
 
     If `when` is "calls", the drift begins after `after` scoring calls. If it is "steps", only
-    scores of suffixes that come after at least `after` steps of the rollout change.
+    suffixes that follow at least `after` steps of the rollout get changed scores.
     """
 
     after: int = 0

@@ -78,24 +78,24 @@ class ServerQuirks:
     - `cached_scores`: "on" opens vLLM's route that scores tokens after a cached prefix
       (--enable-scale-out). "refused" opens the route too, but refuses requests with the fields that
       scoring needs, as vLLM does on CPUs. "off" closes the route.
-    - `logprobs`: "processed" returns log-probs after temperature for sampled tokens. This is
-      SGLang's default, and an option of vLLM (--logprobs-mode).
+    - `logprobs`: "processed" returns, for sampled tokens, log-probs to which the temperature has
+      been applied. This is SGLang's default, and an option of vLLM (--logprobs-mode).
     - `disconnect`: "ignore" continues a request after its client has disconnected, as some releases
-      did; "abort" ends it.
+      of real servers did. "abort" ends the request.
     - `scoring`: "ignored" accepts a scoring request but answers without scores, as llama.cpp and
       `transformers serve` do.
     - `version`: the version that the server reports; with "", the server reports a suitable
       version.
     - `speculation`: unless this is "off", the server reports that it speculates. "hot" writes
-      garbage at temperatures above 0, as a vLLM for CPUs did. "greedy" writes garbage at
+      garbage at temperatures above 0, as a vLLM build for CPUs did. "greedy" writes garbage at
       temperature 0. "lossless" does not change texts. Requests for a single token are served
       without speculation.
     - `acceptance`: for each position in a proposal, the probability that its token is accepted if
       all earlier tokens were accepted. The counters of a vLLM server follow these probabilities.
-    - `prefill`: when a chat API continues a last message of the assistant. "continue": if the
-      request has vLLM's two flags. "prefix": if the message has the field "prefix". "trailing":
-      always. "closed": never. If the message is not continued, it becomes a message of the user.
-      "closed" and "prefix" also refuse fields that hosted servers do not know.
+    - `prefill`: the condition for a chat API to continue the last message, if the assistant wrote
+      it. "continue": the request has vLLM's two flags. "prefix": the message has the field
+      "prefix". "trailing": always. "closed": never. If the message is not continued, it becomes a
+      message of the user. "closed" and "prefix" also refuse fields that hosted servers do not know.
     - `ratings`: "off" refuses requests for the likeliest tokens.
     - `reasoning`: unless this is "off", the text before the answer is removed from the reply's
       content. It is put into the field with this name; in Ollama, the field is always "thinking".
@@ -342,7 +342,8 @@ def request_of(
 ) -> SampleRequest:
     """Convert a client's request to a request for the engine.
 
-    Fields that the client did not send get the server's defaults, which may change the sampling.
+    A sampling setting that the client did not send gets the server's default, which may differ from
+    that of atts.
     """
     sampling = Sampling(
         float(fields.get("temperature", default.temperature)),

@@ -774,10 +774,12 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return preferences from 0 to 1 for the filler word that follows each filler word.
+    """Return how well each filler word fits as the word after a given filler word, as numbers from
+    0 to 1.
 
-    The row of a word has one preference for each next filler word. Its last number is the
-    preference for any filler word at all. The row with the key -1 is for the start of a phrase.
+    The dict maps the index of a filler word to one number for each possible next filler word. Its
+    last number says how likely any filler word comes next, rather than none. The key -1 is for the
+    start of a phrase.
     """
     size = len(FILLERS) + 1
     rows = {

@@ -71,8 +71,8 @@ class LlamaCppDialect(Forcer):
     found_at = "/props"
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """Identify the server; see `Dialect.identify`. A server has only one model, so a given name
-        is only compared with that model's file name.
+        """Identify the server; see `Dialect.identify`. A llama.cpp server has only one model. If
+        the address names a model, the name is only compared with that model's file name and alias.
         """
         props: _Props = await json_at(client, "/props", _Props)
         path = props.model_path or props.model_alias or "unknown"

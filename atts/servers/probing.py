@@ -198,8 +198,8 @@ class ServerProbe:
         """Return log-probs that differ between models, so that another model under the same name is
         detected.
 
-        If the server can score, they are the scores of a fixed text. Otherwise the server continues
-        a text full of mistakes, and they are the log-probs of the continuation.
+        If the server can score, the log-probs are the scores of a fixed text. Otherwise the server
+        continues a text full of mistakes, and the log-probs are those of the continuation.
         """
         if not isinstance(self._dialect, Scorer):
             prefix = self._prompt + tuple(self._tokenizer.encode(_MISTAKES))
@@ -665,8 +665,8 @@ async def check_losslessness(
 async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
     """Sample a text, and return one difference of log-probs for each position.
 
-    The difference is the log-prob of a token that was sampled with a one-token request, minus that
-    of the text's token.
+    The difference is the log-prob of a token that was sampled with a one-token request, minus the
+    log-prob of the text's own token at this position.
     """
     seed = Seed(run=100 + number, purpose="probe")
     ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids

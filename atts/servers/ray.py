@@ -141,7 +141,8 @@ class RayEngine(ReplicaPool):
 def _join(name: str, address: str) -> Literal["leave it", "end it"]:
     """Connect to a Ray cluster, or start one on this machine if no address is given and none runs.
 
-    Return "end it" if this call made the connection, so that closing the engine must end it.
+    Return "end it" if this call connected this process to Ray: the connection must then end when
+    the engine closes. Return "leave it" if the process was already connected.
     """
     if _ray().is_initialized():
         return "leave it"

@@ -54,8 +54,8 @@ class _Generated(Struct):
 class SglangDialect(Scorer):
     """The dialect of SGLang 0.5 and newer.
 
-    Its log-probs of sampled tokens are computed after the temperature, unless the server was
-    started with a flag for raw log-probs.
+    Sampled tokens come with log-probs to which the temperature has been applied, unless the server
+    was started with a flag for raw log-probs.
     """
 
     name = "sglang"

@@ -457,8 +457,8 @@ def start_flags(version: VllmVersion = NEWEST) -> list[str]:
 
 
 def lacking(version: VllmVersion) -> list[str]:
-    """Describe each feature that a vLLM server of this version lacks and what that means for a run,
-    one per line.
+    """Describe each feature that a vLLM server of this version lacks, and the effect on a run, in
+    one line per feature.
     """
     lines = list[str]()
     for feature in FEATURES:

@@ -377,10 +377,10 @@ DRAIN_SECONDS = 30
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn server that stops on SIGTERM or Ctrl-C but, unlike uvicorn's own, does not raise the
-    signal again afterwards.
+    """Uvicorn server that stops on SIGTERM or Ctrl-C without raising the signal again.
 
-    Raising it again would end the process before the caller has closed the engines.
+    uvicorn's own server does raise the signal again after it has stopped. This would end the
+    process before the caller has closed the engines.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:

@@ -356,7 +356,7 @@ def parse_chat(
 ) -> SolveRequest:
     """Convert the parsed JSON body of a chat completion request to a `SolveRequest`.
 
-    With `housekeeping`, a request that a chat program sends by itself is answered by a single
+    If `housekeeping` is true, a request that a chat program sends by itself is answered by a single
     rollout of the draft.
 
     :raises RequestError: if the server does not support something that the body requests.

@@ -333,7 +333,7 @@ async def check_spec(probe: Probe) -> None:
 
 @check()
 async def check_tokenizer(probe: Probe) -> None:
-    """Decoding returns the encoded text, and a rendered conversation has only known ids."""
+    """Decoding returns the encoded text, and rendering returns only ids of the vocabulary."""
     tokenizer = probe.engine.tokenizer
     vocabulary = probe.engine.spec.vocabulary
     for text in _TEXTS:
@@ -357,7 +357,7 @@ async def check_tokenizer(probe: Probe) -> None:
 
 @check("sample")
 async def check_ids(probe: Probe) -> None:
-    """A completion has known ids, the text of these ids, and a log-prob for each id or for none."""
+    """A completion has valid ids, the text of these ids, and a log-prob for each id or for none."""
     for request in probe.requests(1):
         written = await probe.engine.sample(request)
         _require_sound(probe, written)

@@ -25,8 +25,8 @@ _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """The technique by which atts makes a chat server continue an unfinished answer. "ask" puts the
 unfinished answer into the prompt and asks for a continuation. All other techniques send it as the
-last message: "continue" with two flags (vLLM, SGLang, llama.cpp), "prefix" marked as a prefix
-(DeepSeek, Mistral), and "trailing" without flags.
+last message. "continue" adds two flags to the request (vLLM, SGLang, llama.cpp). "prefix" marks the
+message as a prefix (DeepSeek, Mistral). "trailing" adds nothing.
 """
 
 

@@ -665,8 +665,8 @@ async def check_losslessness(
 async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
     """Sample a text, and return one difference of log-probs for each position.
 
-    The difference is the log-prob of a token that was sampled with a one-token request, minus the
-    log-prob of the text's own token at this position.
+    At each position, a one-token request samples another token. The difference is the log-prob of
+    this token, minus the log-prob of the token in the text.
     """
     seed = Seed(run=100 + number, purpose="probe")
     ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids

@@ -635,8 +635,8 @@ class AdaptiveLimit(SlotQueue):
     def refused(self, sent_at: float, retry_after: float = 0.0) -> None:
         """Shrink the limit because the server refused a request, which was sent at time `sent_at`.
 
-        A refusal is ignored if its request was sent before the limit last shrank, so that a burst
-        of refusals counts once.
+        The limit does not shrink again if this request was sent before the limit last shrank. So a
+        burst of refusals shrinks it only once, but each refusal delays the growth.
         """
         now = self._clock()
         if sent_at >= self._shrunk_at:

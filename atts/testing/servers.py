@@ -621,8 +621,8 @@ _ANSWER = "The answer"
 
 
 def without_marks(text: str) -> str:
-    """Remove the marks around the reasoning in a text of the assistant. The toy model itself never
-    writes them.
+    """Remove the <think> tags around the reasoning in a text of the assistant. The toy model itself
+    never writes such tags.
     """
     return text.replace(THINK, "").replace(THINK_END, "")
 

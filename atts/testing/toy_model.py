@@ -336,8 +336,8 @@ class ReadingState:
         return other
 
     def take(self, kind: str, payload: int) -> None:
-        """Update the state with one unit of the assistant's text: a word, a number, a mark or a
-        newline.
+        """Update the state with one unit of the assistant's text: a word, a number, a punctuation
+        mark or a newline.
         """
         phase = self.phase
         if kind == "newline":
@@ -396,8 +396,8 @@ class ReadingState:
 
 
 def atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
-    """Split a token's text into the units that the grammar reads: words, numbers, marks and single
-    newlines.
+    """Split a token's text into the units that the grammar reads: words, numbers, punctuation marks
+    and single newlines.
     """
     head = piece.lstrip(b"\n")
     core = head.rstrip(b"\n")

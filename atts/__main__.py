@@ -12,8 +12,8 @@ _COLLECT_AFTER = 20_000
 def main() -> None:
     """Run the command line, and exit with the command's exit code.
 
-    The current directory is removed from the import path, so that Python files in it are never
-    imported by accident.
+    The current directory is removed from the import path, so that no Python file in it is imported
+    by accident.
     """
     from atts.concurrency import import_path
 

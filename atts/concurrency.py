@@ -151,8 +151,9 @@ def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int 
     attempt, counted from 1.
 
     The wait doubles with each attempt, up to `longest`, and is multiplied by a pseudo-random factor
-    between 0.75 and 1.25. The factor depends only on `salt`. So callers that failed together do not
-    retry together, and a rerun has the same waits.
+    between 0.75 and 1.25. The factor depends only on `salt`. Callers that failed together pass
+    different salts, so they do not retry together. A rerun passes the same salts, so it has the
+    same waits.
 
     >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
     [0.59, 1.18, 1.18]
@@ -245,8 +246,8 @@ class SlotQueue:
         self._priorities: list[int] = []  # the keys of `_lanes` in ascending order
 
     def enter_loop(self) -> None:
-        """Look up the running loop's event class once, because this lookup takes most of the time
-        of `anyio.Event()`.
+        """Look up the event class of the running event loop once, because this lookup takes most of
+        the time of `anyio.Event()`.
         """
         self._event = type(anyio.Event())
 
@@ -275,8 +276,8 @@ class SlotQueue:
         self._grant()
 
     def take_nowait(self, tokens: int = 0) -> bool:
-        """Take a slot and `tokens` tokens if they are free and no task waits. Return True if they
-        were taken.
+        """Take a slot and `tokens` tokens if enough are free and no other task waits for them.
+        Return True if they were taken.
         """
         if self._lanes or self.free_slots < 1 or self.free_tokens < tokens:
             return False
@@ -380,8 +381,8 @@ def python_command(program: str | Path, *arguments: str) -> list[str]:
 
 
 def import_path() -> list[str]:
-    """Return the absolute paths in `sys.path`, without the current directory. The directory is kept
-    if `PYTHONPATH` names it.
+    """Return the absolute paths in `sys.path`. The current directory is left out, unless
+    `PYTHONPATH` names it.
     """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:

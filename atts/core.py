@@ -111,14 +111,14 @@ class SampleRequest:
     """A request to continue `ids` by at most `max_tokens`, up to a stop string or a stop id. The
     completion includes the token that completes the stop string.
 
-    `rollout` names the rollout whose text this is. It is only a hint: the engine's KV cache may
-    hold the beginning of `ids` under this name. If `logprobs` is "unneeded", an engine may return
-    no log-probabilities.
+    `rollout` names the rollout that `ids` belongs to. Engines may use the name to find cached text,
+    but results do not depend on it. If `logprobs` is "unneeded", an engine may return no
+    log-probabilities.
 
-    If `num_begun` is above 0, the completion was begun earlier, perhaps by another engine, and its
-    first `num_begun` tokens are the end of `ids`. Each of these tokens used up one uniform random
-    number of the seed's stream. The engine continues with the next random number, so the result is
-    the same as if it had sampled the whole completion.
+    If `num_begun` is above 0, the completion was begun earlier, perhaps by another engine. The last
+    `num_begun` ids are then the first tokens of the completion. Each of these tokens used up one
+    uniform random number of the seed's stream. The engine continues with the next random number, so
+    the result is the same as if it had sampled the whole completion.
     """
 
     ids: TokenIds
@@ -162,9 +162,9 @@ class ScoreRequest:
     """A request for the log-probability of every token of `suffix` after `prefix`; both are
     non-empty.
 
-    `draw` is the request that would sample the target's own text after `prefix`, instead of the
-    suffix. An engine with the capability "draw" samples the first tokens of that text from the
-    distributions that it computes for the scores. It returns these tokens in `Scores.beginning`.
+    `draw` is a request to sample the target's own continuation of `prefix`. An engine with the
+    capability "draw" samples the first tokens of this continuation from the distributions that it
+    computes for the scores. It returns these tokens in `Scores.beginning`.
 
     If `entropies` is true, the result has the negative entropy of the distribution at each token,
     instead of the token's log-probability. The negative entropy is the expected log-probability of
@@ -184,7 +184,8 @@ class ScoreRequest:
     turn: int = 0
     # The engine may sample this completion while it scores. The scores do not change.
     draw: SampleRequest | None = None
-    # True: also return entropies; needs an engine with the capability "entropy"
+    # True: return negative entropies instead of log-probabilities; needs an engine with the
+    # capability "entropy"
     entropies: bool = False
     # the texts that a reward model reads; needs an engine with the capability "reward"
     texts: tuple[str, ...] = ()
@@ -192,8 +193,8 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first tokens of a completion. If they are the whole completion, `ended` is the reason why
-    it ended.
+    """The first tokens of a completion. If the completion has no further tokens, `ended` is the
+    reason why it ended.
     """
 
     ids: TokenIds = ()
@@ -204,8 +205,8 @@ class Beginning:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Raw log-probabilities, exactly one per suffix token. `beginning` is the start of the
-    completion that `ScoreRequest.draw` requested. It ends with the first token that the model
-    sampled differently from the suffix.
+    completion that `ScoreRequest.draw` requested. It ends, at the latest, with the first sampled
+    token that differs from the suffix's token at the same position.
     """
 
     logprobs: tuple[float, ...]
@@ -397,9 +398,9 @@ class Turn:
     def is_written(self, chunk: Chunk) -> bool:
         """Return True if a model generated the chunk in this turn.
 
-        The result is False for text that budget forcing inserted. It is also False for the
-        beginning of a discarded chunk that the rollout keeps, because its tokens count with the
-        discarded chunk.
+        The result is False for text that budget forcing inserted. It is also False if the chunk is
+        only the kept beginning of a discarded chunk: its tokens are already counted as tokens of
+        the discarded chunk.
         """
         if chunk.logprobs:
             return True
@@ -506,8 +507,8 @@ class Rollout:
         return chunks
 
     def turn_limit(self, limit: int) -> int:
-        """Return the largest number of turns that the rollout may have. A rollout that restarted
-        its text may take `limit` turns, counted from the turn of the restart.
+        """Return the largest number of turns that the rollout may have. If the rollout restarted
+        its text, the limit applies to the turns since the restart.
         """
         for position, turn in enumerate(self.turns[:limit]):
             if turn.restarts:
@@ -610,12 +611,12 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""Stage name under which times are recorded while a finished rollout waits for the siblings that
-started with it. The rollout keeps its slot during this wait.
+"""Name of the stage in which a finished rollout waits for the siblings that started with it. The
+rollout keeps its slot during this wait.
 """
 HOLD = "hold"
-"""Stage name under which times are recorded while a rollout waits for a score that a sibling has
-already requested for the same chunk.
+"""Name of the stage in which a rollout waits for a score that a sibling has already requested for
+the same chunk.
 """
 
 # Spans are msgspec structs, because each engine call makes one. Making a frozen dataclass would

@@ -105,8 +105,8 @@ class EngineSpec:
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields in which two engines must agree before scores of one may calibrate a
-        gate for the other.
+        """Return the fields that must be the same for two engines, so that a gate calibrated with
+        scores of one may judge scores of the other.
         """
         fields_to_match: dict[str, object] = {}
         for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):
@@ -296,8 +296,8 @@ class Returning(Protocol):
 class Stepping(Protocol):
     """An engine that processes all its calls together in steps, and counts these steps.
 
-    A call to such an engine may wait long before it is processed. As long as the engine takes
-    steps, this wait is not a failure, so a call's deadline is measured from the latest step.
+    A call to such an engine may wait long before it is processed. This wait is not a failure as
+    long as the engine takes steps, so a call's deadline is measured from the latest step.
     """
 
     def steps_taken(self) -> int:
@@ -704,7 +704,8 @@ def speculated_by(engine: object) -> Speculated | None:
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
     """Return how much the engine's speculation counters have grown since `before`. Return None if
-    the engine has no counters, or if no token was proposed and the reason is unknown.
+    the engine has no such counters. Also return None if no token was proposed and the reason for
+    this is unknown.
     """
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None

@@ -184,7 +184,7 @@ def open_ordinary(path: Path) -> BufferedReader:
 
 
 def check_ordinary(mode: int, path: Path) -> None:
-    """Check that `mode`, the mode bits of an open file, are those of an ordinary file.
+    """Check that `mode`, the mode of an open file, is the mode of an ordinary file.
 
     :raises OSError: if it is the mode of a directory, device, pipe or socket.
     """

@@ -24,10 +24,9 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
     """Run `anyio.run(function)`, and handle Ctrl-C.
 
     The first press cancels the function, but its shielded clean-up still runs to the end. The
-    second and third press do nothing, and the fourth kills the process. They raise no
-    KeyboardInterrupt, because one during the clean-up would leave worker threads waiting, so that
-    the process would never end. A handler that the program or its host has installed is not
-    replaced.
+    second and third press do nothing: a KeyboardInterrupt during the clean-up would leave worker
+    threads waiting, and the process would never end. The fourth press kills the process. A handler
+    that the program or its host has installed is not replaced.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """

@@ -328,8 +328,8 @@ class Account:
     """The budget of one request or run: its caps, its spending, and the reservations of its calls
     in flight.
 
-    An account may be inside an outer account, which is then charged for the same calls, so that the
-    caps of both limit them. A call that failed or was cancelled is charged its largest possible
+    An account may be inside an outer account. Each call is then charged to both accounts, and must
+    fit within the caps of both. A call that failed or was cancelled is charged its largest possible
     cost, because the engine may have done the work.
     """
 
@@ -391,8 +391,8 @@ class Account:
                 self._file.settle(self.name, number, reservation.taken, is_answered=is_answered)
 
     def count(self, reply: Completion | Scores) -> None:
-        """Add the reply's tokens to `written` and `cached` of this account and all outer ones. No
-        cap limits them; they are only reported.
+        """Add the reply's tokens to `written` and `cached` of this account and of all outer
+        accounts. No cap limits these two counts; they are only reported.
         """
         for account in self.accounts:
             account.count_here(reply)

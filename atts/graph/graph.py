@@ -78,8 +78,8 @@ class Limit:
 
 
 class Pool(SlotQueue):
-    """The slots and KV tokens of one engine. The pool also counts how many seconds calls used the
-    slots and how many seconds they waited for them.
+    """The slots and KV tokens of one engine. The pool also counts the seconds in which calls used
+    slots, and the seconds in which calls waited for a slot.
     """
 
     __slots__ = ("busy_seconds", "name", "queue_seconds")
@@ -147,8 +147,8 @@ class RetryPolicy:
     def delay(self, attempt: int, salt: int) -> float:
         """Return the seconds to wait before the next attempt.
 
-        The delay depends on `salt`, so callers that failed together do not retry together. A rerun
-        has the same delays.
+        The delay depends on `salt`. Callers that failed together pass different salts, so they do
+        not retry together. A rerun passes the same salts, so it has the same delays.
         """
         return backoff(attempt + 1, self.delay_seconds, salt=salt)
 
@@ -673,7 +673,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Round:
-    """One round of a group, at the end of which all of the group's rollouts wait for each other.
+    """One round of a group. It ends when each running rollout of the group has called `meet`.
 
     Once the round is closed, `values` has the values of all rollouts, and `frontier` has the ids of
     all calls that the round waited for.
@@ -1057,7 +1057,8 @@ class GraphStats:
     engines: Mapping[str, EngineUse]
 
     def busy_share(self, engine: str) -> float:
-        """Return the fraction of the engine's slot time that calls used, 0 to 1.
+        """Return the fraction of time that the engine's slots were in use, averaged over its slots,
+        0 to 1.
 
         The result is NaN if slots are unlimited or no time has passed.
         """

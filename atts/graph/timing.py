@@ -26,8 +26,8 @@ _ROLLOUTS = 1
 COMPUTE_BOUND = frozenset({"score"})
 """The stages in which the engine only prefills (processes given tokens), and does not decode.
 
-Prefill is limited by arithmetic. Decoding is limited by memory bandwidth, because every weight is
-read for every token.
+Prefill is limited by the speed of arithmetic. Decoding is limited by memory bandwidth, because
+every weight is read for every token.
 """
 
 
@@ -70,8 +70,8 @@ class Timing:
 
     @property
     def intensity(self) -> float:
-        """Return the paper's ratio r = Tc / (Tm + Ts): seconds of prefill, divided by seconds of
-        decoding and of waiting for siblings.
+        """Return the paper's ratio r = Tc / (Tm + Ts), in which Tc is the seconds of prefill, Tm
+        the seconds of decoding, and Ts the seconds of waiting for siblings.
         """
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:
@@ -230,8 +230,8 @@ def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
 
 
 def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
-    """Yield each item with the index of its row: the lowest row that is free when its time span
-    starts.
+    """Yield each item with the index of its row in the trace. An item is put into the lowest row
+    that is free when the item's time span starts.
     """
     busy: list[tuple[float, int]] = []
     free: list[int] = []

@@ -152,8 +152,7 @@ def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int 
 
     The wait doubles with each attempt, up to `longest`, and is multiplied by a pseudo-random factor
     between 0.75 and 1.25. The factor depends only on `salt`. Callers that failed together pass
-    different salts, so they do not retry together. A rerun passes the same salts, so it has the
-    same waits.
+    different salts, so they do not retry together. The same salt gives the same wait.
 
     >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
     [0.59, 1.18, 1.18]

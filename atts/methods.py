@@ -191,8 +191,8 @@ PAPER_DEPARTURES = (
     "published code a model grades, and a question counts as solved if any of 16 rollouts is "
     "correct",
 )
-"""Differences between a run of a preset for the paper and the paper's published code. Given the
-same scores, both make the same decisions.
+"""Differences between atts, run with a preset for the paper, and the paper's published code. Given
+the same scores, atts and the published code make the same decisions.
 """
 
 PRESETS: tuple[Preset, ...] = (

@@ -263,8 +263,9 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
 
 
 def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[float, float]:
-    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value). Pass 1 - value as
-    `rest`, computed without the loss of digits that a subtraction causes if `value` is close to 1.
+    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value). `rest` is 1 -
+    value. Compute it without a subtraction if possible: if `value` is close to 1, the subtraction
+    loses digits.
     """
     # The continued fraction converges fast only below the mean. Above the mean, compute the other
     # tail, which is below its mean.

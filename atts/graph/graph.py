@@ -148,7 +148,7 @@ class RetryPolicy:
         """Return the seconds to wait before the next attempt.
 
         The delay depends on `salt`. Callers that failed together pass different salts, so they do
-        not retry together. A rerun passes the same salts, so it has the same delays.
+        not retry together. The same salt gives the same delay.
         """
         return backoff(attempt + 1, self.delay_seconds, salt=salt)
 

@@ -21,8 +21,8 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""Each unit of priority lets a request overtake at most this many earlier requests, so that no
-request waits forever. A smaller priority number means a higher priority.
+"""The number of earlier requests that a request may overtake per unit of priority. The number is
+limited, so that no request waits forever. A smaller priority number means a higher priority.
 """
 
 
@@ -173,7 +173,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """Return how many tokens at the start of `tokens` can be appended before one ends the answer."""
+    """Return how many of the tokens come before the first token that ends the answer."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests get new tokens"
     ends = (
@@ -209,8 +209,8 @@ Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
 """A sequence, the tokens that one step sampled for it, and the log-probability of each token."""
 MANY = 4
-"""Sequences that feed at least this many tokens in a step are computed by the attention kernel for
-many rows. For fewer tokens, a model may use another kernel.
+"""Smallest number of tokens in a step for which the attention of a sequence is computed by the
+kernel for many rows. For fewer tokens, a model may use another kernel.
 """
 
 
@@ -254,8 +254,8 @@ class StepPlan:
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """Yield two plans, each with half of the sequences and without proposals. The second plan
-        omits sequences that lost their row in the slot table while the first plan ran.
+        """Yield two plans without proposals: each has half of this plan's sequences. The second
+        plan omits sequences that lost their row in the slot table while the first plan ran.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
@@ -273,8 +273,9 @@ class StepPlan:
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
-        """Return for each sequence the number of positions at which to sample a token. Ready
-        sequences come first, then decoding sequences, then those whose prompt ends in this step.
+        """Return for each sequence the number of positions at which this step samples a token.
+        Ready sequences come first, then decoding sequences, then those whose prompt ends in this
+        step.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         return [1] * len(self.ready) + spans + [1] * len(self.started())
@@ -335,8 +336,8 @@ class Bursts(Protocol):
         ...
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Run a burst. Return the sampled tokens of each sequence, the same number for all, and the
-        logits after the first of the merged steps.
+        """Run a burst. Return the sampled tokens, the same number for each sequence, and the logits
+        after the burst's first step.
         """
         ...
 
@@ -345,9 +346,9 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """Return the flat arrays of a planned step. In `logit_rows`, rows for sampling come before rows
     for scoring.
 
-    Each proposed token is a row of its own, and all rows of a sequence use the same row of the slot
-    table. A row's result is the same as if the rows before it had been fed in earlier steps. Even
-    the bits are the same if the kernel computes each row separately.
+    A sequence with proposed tokens has several rows in the batch, one per token; all of them use
+    the same row of the slot table. A row's result is the same as if the sequence's earlier rows had
+    been computed in earlier steps. It has the same bits if the kernel computes each row separately.
     """
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
@@ -388,9 +389,9 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Return a smaller batch with the sequences at the indices `entries`, and the indices of its
-    rows and logit rows in `batch`. In `entries`, sequences that feed a single token must come
-    first.
+    """Return a smaller batch with the sequences at the indices `entries`. Also return two index
+    arrays: they say which rows and which logit rows of `batch` the smaller batch has. In `entries`,
+    sequences that feed a single token must come first.
     """
     begins = batch.query_starts[entries]
     counts = batch.query_starts[entries + 1] - begins
@@ -417,8 +418,9 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Return the batch of the sequences at the ascending indices `entries`, and the indices of its
-    rows and logit rows in `batch`. If all sequences are chosen, return `batch` itself.
+    """Return a batch with the sequences at the ascending indices `entries`. Also return two index
+    arrays: they say which rows and which logit rows of `batch` it has. If all sequences are chosen,
+    return `batch` itself.
     """
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)
@@ -435,7 +437,7 @@ def _newest(sequences: list[Sequence]) -> list[_Fed]:
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """Return the batch of the most frequent kind of step, in which every row feeds one token."""
+    """Return the batch of a step in which every row feeds one token. Most steps are of this kind."""
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)

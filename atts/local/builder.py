@@ -187,7 +187,7 @@ def share_cores(config: WorkerConfig, model: Model, shared: ShareCores) -> None:
     becomes busy or idle.
 
     With native kernels, busy loops also use the cores of idle loops. With torch, the thread count
-    changes the last bits of results, so every open loop keeps a fixed share.
+    changes the last bits of results, so all open loops get the same share, busy or idle.
     """
     set_threads(replace(config, sharers=shared.open_loops))
     loops = shared.busy_loops if model.is_thread_independent else shared.open_loops

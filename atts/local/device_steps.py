@@ -131,8 +131,8 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
     """Return the sizes of a decoding step, rounded up so that similar steps can share a CUDA graph.
     Widths of blocks become powers of four (1, 4, 16), and all other sizes become powers of two.
 
-    Widths are rounded more coarsely because the number of proposed tokens changes from step to
-    step. This costs little, because a wider block computes no more rows.
+    Widths are rounded more coarsely, because the number of proposed tokens changes from step to
+    step. The coarse rounding costs little: wider blocks add work only to attention.
     """
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))

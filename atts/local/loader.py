@@ -91,9 +91,9 @@ def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
-    """Join the attention weights of these layers, and return a layer with these and the first
-    layer's other weights. Each layer's norm weights are multiplied into its query, key and value
-    matrix, so that all layers can share one norm.
+    """Join the attention weights of these layers, and return them as one layer; its other weights
+    are those of the first layer. Each layer's norm weights are multiplied into its query, key and
+    value matrix, so that all layers can share one norm.
     """
     first = layers[0]
     sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]

@@ -141,8 +141,7 @@ def negative_entropies(logits: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Return the probabilities with which tokens are drawn, after temperature, top-k, top-p and
-    min-p.
+    """Return the probability of sampling each token, after temperature, top-k, top-p and min-p.
 
     The result is [batch, vocabulary] in float64, and its rows sum to 1. Top-k also keeps all tokens
     that are as likely as the k-th best token. In a greedy row (temperature 0), the most likely
@@ -185,7 +184,9 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> SampledTokens:
-    """Draw one token per row with the row's uniform random number, which greedy rows ignore."""
+    """Sample one token per row with the row's uniform random number. Greedy rows ignore this
+    number.
+    """
     tokens = (
         logits.argmax(-1)
         if sampling.is_greedy

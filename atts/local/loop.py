@@ -176,8 +176,8 @@ class StepLoop:
 
     def _attempt(self, plan: StepPlan) -> None:
         """Run a plan and commit its results. If this fails, try again without proposals. If memory
-        still runs out, make later steps smaller. After any other failure, try each half of the
-        plan, until only the request that causes the failure fails.
+        still runs out, make later steps smaller. After any other failure, run each half of the plan
+        separately, so that in the end only the request that causes the failure fails.
         """
         if not plan.size:
             return

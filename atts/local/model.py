@@ -1,5 +1,5 @@
-"""The forward pass in torch for any device and number type, with which all other kernels are
-compared.
+"""The forward pass in torch for any device and number type; the results of all other kernels are
+compared with it.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class TorchModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row with the given uniform random numbers."""
+        """Sample one token per row with the given uniform random numbers."""
         numbers = torch.tensor(uniforms, dtype=torch.float64)
         return sample(logits, sampling, numbers.to(logits.device, non_blocking=True))
 

@@ -119,7 +119,7 @@ class ModelConfig:
 
     def part(self, layers: range) -> ModelConfig:
         """Return the configuration of a model with only these layers. If the first layer is not
-        among them, the vocabulary is 0, because the model has no embedding.
+        among them, the vocabulary is 0, because this part of the model has no embedding.
         """
         cut = slice(layers.start, layers.stop)
         vocabulary = 0 if layers.start else self.vocabulary

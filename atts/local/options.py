@@ -172,9 +172,9 @@ def share_cards(
     lists the free bytes of each GPU.
 
     With two GPUs, the target gets the first one and the draft the second one. With a single GPU, or
-    if one of the models does not fit there, both share the first GPU. Both caches then get the same
-    number of tokens, because both models read the same texts. Return None if there is no room for a
-    single rollout.
+    if one of the models does not fit on its own GPU, both models share the first GPU. Both caches
+    then get the same number of tokens, because both models read the same texts. Return None if
+    there is no room for a single rollout.
 
     >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000, 57_344, 18_432)
     >>> [share.tokens for share in share_cards([draft, target], [73.6e9], 64 * 18_432) or ()]

@@ -30,11 +30,9 @@ _BETWEEN = 8
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
-    """Return how many proposed tokens are accepted. `drawn[i]` is the token that the target drew
-    after the first `i` proposed tokens.
-
-    The tokens to append are `drawn[: accepted_length + 1]`: the accepted tokens, and the token that
-    the target drew after them.
+    """Return how many proposed tokens are accepted. `drawn[i]` is the token that the target sampled
+    after the first `i` proposed tokens. The tokens to append are `drawn[: accepted_length + 1]`:
+    the accepted tokens, and the token that the target sampled after them.
 
     >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
     (2, 2, 0)
@@ -140,8 +138,9 @@ class Proposals:
         self._stats.seconds += self._proposing
 
     def verify(self, sequence: Sequence, drawn: list[int]) -> int:
-        """Return how many tokens of a sequence's proposal are accepted; `drawn` are the target's
-        tokens at the same positions. If the tokens come from a burst, all of them are kept.
+        """Return how many tokens of a sequence's proposal are accepted; `drawn` are the tokens that
+        the target sampled at the same positions. If the tokens come from a burst, all of them are
+        kept.
         """
         if sequence.request_id not in self._asked:
             # The sequence had no proposal, so these tokens come from a burst, which merges plain

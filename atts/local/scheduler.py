@@ -309,8 +309,8 @@ class Scheduler:
         return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Return whether the request should wait, because a running sequence will soon compute
-        enough of the same tokens.
+        """Return whether the request should wait for a running sequence that is still computing the
+        same beginning of the text. It waits only if this saves it at least `WORTH_WAITING` tokens.
         """
         wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):

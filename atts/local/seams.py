@@ -63,7 +63,7 @@ NOTHING = TokenProposal()
 @dataclass(slots=True)
 class OverlapStats:
     """Counters of a drafter that works while the target computes a step. The drafter guesses the
-    tokens that the target will draw, and drafts the tokens that follow.
+    tokens that the target will sample, and drafts the tokens that follow.
     """
 
     hits: int = 0  # number of times that a guess for a sequence was correct, counted per step
@@ -94,7 +94,7 @@ class OverlapStats:
 class Proposer(Protocol):
     """A proposer, which guesses the next tokens of sequences. The default methods guess nothing.
 
-    A wrong guess costs time but never changes the text, because the target draws every token
+    A wrong guess costs time but never changes the text, because the target samples every token
     itself.
     """
 
@@ -156,7 +156,8 @@ class Lengths(Protocol):
     """A rule that chooses how many tokens to propose for each sequence in each step. By default, it
     chooses 0.
 
-    The rule may use all facts about a step except the tokens, so that it cannot change the text.
+    The rule may use everything about a step except its tokens. The chosen lengths never change the
+    text, because the target samples every token itself.
     """
 
     def rests(self, plan: StepPlan) -> bool:
@@ -292,7 +293,7 @@ class Model(Protocol):
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row, as `atts.local.logit_sampling.sample` does."""
+        """Sample one token per row, as `atts.local.logit_sampling.sample` does."""
         ...
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:

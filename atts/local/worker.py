@@ -56,8 +56,8 @@ def worker_environment() -> dict[str, str]:
 class OpenLoops:
     """The step loops that compute with several threads, and therefore share the cores.
 
-    A loop is busy while it has requests. Busy loops also use the cores of idle loops. For example,
-    the target uses the cores of a draft that waits for it.
+    A loop is busy while it has requests. With native kernels, busy loops also use the cores of idle
+    loops: for example, the target uses the cores of a draft that waits for it.
     """
 
     def __init__(self) -> None:
@@ -452,8 +452,8 @@ def _read_reports(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a child process and its process group, which may include a compiler that it started. The
-    child must not have been waited for.
+    """Kill a child process and its process group, which may include a compiler that it started.
+    Call this function before waiting for the child.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

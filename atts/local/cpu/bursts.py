@@ -22,7 +22,7 @@ _MOST_TURNS = 8
 waits until the burst ends.
 """
 _MOST_ROWS = 16
-"""Largest number of sequences in a burst. A burst ends as soon as one sequence draws a token that
+"""Largest number of sequences in a burst. A burst ends as soon as one sequence samples a token that
 may end its answer. With more sequences, this would happen in almost every step.
 """
 _SMALL = 1_000_000
@@ -33,7 +33,7 @@ most of a step's time, so bursts would save little.
 
 class MultiStep:
     """Bursts for native models, which compute several steps in one call of the C kernels. A burst
-    draws the same tokens as plain steps, because it uses the same kernels and random numbers.
+    samples the same tokens as plain steps, because it uses the same kernels and random numbers.
     """
 
     def __init__(self, model: NativeModel, scheduler: Scheduler, table: TokenTable) -> None:
@@ -128,7 +128,9 @@ def _sequences(plan: StepPlan) -> list[Sequence]:
 
 
 def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
-    """Return the batch of a burst's second step; its tokens are filled in after the first draw."""
+    """Return the batch of a burst's second step. Its tokens are filled in when the first step has
+    sampled them.
+    """
     return single_rows(
         np.zeros_like(batch.tokens), batch.context_lens.copy(), batch.table_rows, table
     )

@@ -1,5 +1,5 @@
 """Compile the C kernels at their first use, and keep the library in a cache; atts also works
-without them.
+without compiled kernels.
 """
 
 from __future__ import annotations

@@ -418,8 +418,8 @@ class _Sampling(ctypes.Structure):
 
 
 class AheadBatch(NamedTuple):
-    """A batch in which each sequence draws several tokens, without top-k, top-p or min-p. Sequences
-    that draw more tokens come first.
+    """A batch in which several tokens are sampled for each sequence, without top-k, top-p or min-p.
+    Sequences with more tokens to sample come first.
     """
 
     # batch of the first turn: the tokens of each sequence that the model has not read yet. The
@@ -465,8 +465,8 @@ class NativeModel:
         With `rounds_scores`, rows of scoring requests are rounded to bfloat16 before they are
         multiplied by matrices; the processor must have bfloat16 instructions.
 
-        Models that share a `packing` store equal parts once. The parts are the embedding, the two
-        halves of each layer and the head. `keys` has a key for each part.
+        Models that share a `packing` store parts with the same key only once. The parts are the
+        embedding, the two halves of each layer and the head. `keys` has a key for each part.
         """
         self._library = library
         self._config = config
@@ -554,10 +554,10 @@ class NativeModel:
         rows: tuple[_Floats, _Floats],
         adapted: Adapted = _UNADAPTED,
     ) -> _Step:
-        """Prepare a step that `run` computes in parts.
+        """Prepare a step; `run` then computes it part by part.
 
         `rows` are two arrays: the hidden states of all tokens, and those of the batch's
-        `logit_rows`. Parts change both arrays in place; the last layer is completed only for the
+        `logit_rows`. `run` changes both arrays in place, and completes the last layer only for the
         `logit_rows`. Rows in the segments of `adapted` also get the additions of their adapters.
         """
         self._grow_buffers(len(batch.tokens))
@@ -573,8 +573,9 @@ class NativeModel:
         return step
 
     def run(self, step: _Step, parts: Ints) -> None:
-        """Compute parts of a prepared step. Each part takes a range of rows through a range of a
-        model's units. `parts` is [parts, 11], with the fields of `Part` in `model.h`.
+        """Compute parts of a prepared step. A part is a range of the step's rows together with a
+        range of a model's units; the rows are passed through these units. `parts` is [parts, 11],
+        with the fields of `Part` in `model.h`.
 
         The units of a model are its embedding (unit 0), two halves of each layer, and its last
         norm.
@@ -619,12 +620,12 @@ class NativeModel:
         logits: Tensor | None = None,
         logprobs: _Floats | None = None,
     ) -> NDArray[np.int64]:
-        """Draw several tokens for each sequence, feeding each token before drawing the next. Return
-        the tokens, [turns, sequences].
+        """Sample several tokens for each sequence. Each token is fed to the model before the next
+        one is sampled. Return the tokens, [turns, sequences].
 
-        If `logits` is given, [turns, sequences, vocabulary], the logits of each draw are written to
-        it. If `logprobs` is given, [turns, sequences], the tokens' log-probabilities at temperature
-        1 without filters are written to it.
+        If `logits` is given, [turns, sequences, vocabulary], the logits for each token are written
+        to it. If `logprobs` is given, [turns, sequences], the tokens' log-probabilities at
+        temperature 1 without filters are written to it.
         """
         count = len(ahead.temperatures)
         vocabulary = self._config.vocabulary
@@ -692,8 +693,8 @@ class NativeModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row. Torch draws for rows with top-k, top-p or min-p, and the kernels
-        draw for the others. A row's token does not depend on the other rows.
+        """Sample one token per row: with torch for rows that use top-k, top-p or min-p, and with
+        the kernels for other rows. A row's token does not depend on the other rows.
         """
         numbers = np.array(uniforms, dtype=np.float64)
         filtered = filtered_rows(sampling, logits.shape[-1])
@@ -716,7 +717,7 @@ class NativeModel:
     def _sample(
         self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]
     ) -> SampledTokens:
-        """Draw one token per row with the kernels, without top-k, top-p or min-p."""
+        """Sample one token per row with the kernels, without top-k, top-p or min-p."""
         tokens = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
         drawing = self._drawing(logits, temperatures, numbers, tokens)

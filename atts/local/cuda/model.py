@@ -121,7 +121,9 @@ def disagreement(
 
 
 def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
-    """Return a test batch in which sequence i has `counts[i]` tokens, the first at `firsts[i]`."""
+    """Return a test batch in which sequence i feeds `counts[i]` tokens, beginning at position
+    `firsts[i]`.
+    """
     sizes = np.array(counts, dtype=np.int64)
     rows = np.zeros(sum(counts), dtype=np.int64)
     return StepBatch(

@@ -626,7 +626,8 @@ the same chunk.
 class CallSpan(
     Struct, tag="node", tag_field="kind", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One engine call, which is a node of the task graph. Times are in seconds on the loop's clock.
+    """One engine call, which is a node of the task graph. Times are in seconds on the clock of the
+    event loop.
 
     The times satisfy ready <= queued <= started <= ended. If a call was cancelled in the queue,
     `started` and `ended` are the same. The result of a "recalled" call was read from an earlier

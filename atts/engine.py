@@ -35,13 +35,13 @@ Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "th
 """The abilities that an engine may have.
 
 "sample": it generates tokens after given token ids. "score": it returns the log-probability of
-every token of a suffix. "rate": it scores suffixes of one token, but only among a few likely
-tokens; this is enough for a one-digit rating.
+every token of a suffix. "rate": it scores a suffix of one token, but only if the token is among the
+most likely ones; this is enough for a one-digit rating.
 
 "draw": while scoring, it also samples from the distributions that it computes
 (`ScoreRequest.draw`), and it continues completions that another engine began
-(`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token of
-a suffix (`ScoreRequest.entropies`).
+(`SampleRequest.num_begun`). "entropy": it returns the negative entropy of its distribution at every
+token of a suffix (`ScoreRequest.entropies`).
 
 "reward": a reward model answers requests with `ScoreRequest.texts`. "thinking": it closes a think
 block that has used up its token budget (`SampleRequest.thinking_budget`).

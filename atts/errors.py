@@ -27,7 +27,7 @@ ATTSError (1)
 An interrupted run exits with 130 and keeps its work. A run exits with 3 if an engine failed on a
 part of the run; the same command then runs the missing part.
 
-Messages and reports state numbers of things with `counted`.
+Messages and reports call `counted` to write a number with its noun.
 """
 
 from collections.abc import Sequence

@@ -251,8 +251,8 @@ def plain_fields(record: object) -> dict[str, Any]:
     """Return the fields of a dataclass as plain JSON types, including the fields of nested
     dataclasses.
 
-    This is ten times as fast as `asdict`, which matters because every request to a server makes a
-    manifest.
+    This function is ten times as fast as `asdict`. Its speed matters, because atts makes a manifest
+    for every request to its server.
 
     :raises TypeError: if JSON has no type for one of the values.
     """

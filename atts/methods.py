@@ -432,8 +432,8 @@ def certify_graded(
     *,
     net: bool,
 ) -> Certificate:
-    """Certify the cheapest policy, by net losses (losses minus gains) if `net` is true, otherwise
-    by lost answers.
+    """Certify the cheapest policy. If `net` is true, the test counts net losses (losses minus
+    gains), otherwise all lost answers.
 
     :raises CalibrationInputError: there are no policies, or a policy has different problems than
         the target alone.

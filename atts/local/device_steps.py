@@ -89,7 +89,7 @@ class RowBlocks:
 
     @property
     def lengths(self) -> Ints:
-        """Return for each block the number of positions to which its last row attends."""
+        """Return for each block the number of positions that its last row attends to."""
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
@@ -108,7 +108,7 @@ class RowBlocks:
     def classes(self) -> list[RowBlocks]:
         """Divide the blocks into classes of similar size, so that little padding is computed.
         Blocks of one row form a class, and blocks of two to eight rows form another. Larger blocks
-        are divided by width and length.
+        are grouped by width and length.
         """
         widths = np.ceil(np.log2(self.counts))
         lengths = np.ceil(np.log2(self.lengths))

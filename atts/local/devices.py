@@ -147,8 +147,9 @@ def allocate_cache(
 ) -> Tensor:
     """Allocate a KV cache filled with zeros, [layers, 2, slots + 2, kv_heads, head_dim].
 
-    The engine's options set the number of slots, or else `default_tokens`. If memory does not
-    suffice, the number is halved again and again, down to `least`.
+    The number of slots is the engine's option `kv_tokens` if it is set, else the result of
+    `default_tokens`. If memory does not suffice, the number is halved again and again, down to
+    `least`.
 
     :raises OutOfMemory: there is no room for a single context, or for a single rollout if its
         length is known.

@@ -380,8 +380,8 @@ class StepLoop:
     def _commit_sampled(
         self, sequence: Sequence, tokens: list[int], logprobs: list[float], started: Tensor | None
     ) -> None:
-        """Append those of the sampled tokens that are accepted. If the prompt is complete after
-        this step, also cache it with the logits after it, so that sibling rollouts can use them.
+        """Append the sampled tokens that are accepted. If the prompt is complete after this step,
+        first cache the prompt and the logits after it, so that sibling rollouts can use them.
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
@@ -529,8 +529,8 @@ class DrawnTokens(NamedTuple):
 
 
 def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Iterator[DrawnTokens]:
-    """Sample a token at every position of the chunks whose request also wants a completion. Each
-    position uses the same random number as an ordinary sampling request.
+    """Sample a token at every position of the chunks whose request also wants a completion. At each
+    position, use the random number that an ordinary sampling request would use there.
     """
     row = 0
     for chunk in chunks:

@@ -31,8 +31,10 @@ _BETWEEN = 8
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
     """Return how many proposed tokens are accepted. `drawn[i]` is the token that the target sampled
-    after the first `i` proposed tokens. The tokens to append are `drawn[: accepted_length + 1]`:
-    the accepted tokens, and the token that the target sampled after them.
+    after the first `i` proposed tokens.
+
+    The tokens to append are `drawn[: accepted_length + 1]`: the accepted tokens, and the token that
+    the target sampled after them.
 
     >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
     (2, 2, 0)

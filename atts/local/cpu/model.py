@@ -1,7 +1,7 @@
 """The forward pass in C kernels, for float32 on a CPU.
 
-The first part of the file prepares the weights: it packs matrices into panels, and pins other
-weights. Weights with the same key are prepared only once.
+The first part of the file prepares the weights: it packs matrices into panels, and keeps other
+weights at fixed addresses. Weights with the same key are prepared only once.
 """
 
 from __future__ import annotations

@@ -223,9 +223,9 @@ class SlotQueue:
     """A semaphore that limits both slots and tokens, with a queue of waiting tasks for each
     priority. A limit of None means unlimited.
 
-    Requests with lower priority numbers are served first, and requests with the same priority in
-    the order of arrival. A request never overtakes a larger request at the head of its queue, so a
-    large request cannot starve.
+    Requests with lower priority numbers are served first. Requests with the same priority are
+    served in the order of arrival: a small request never overtakes a larger one, so a large request
+    cannot starve.
 
     If a waiting task is cancelled after its request was granted, the slot and the tokens pass to
     the next waiting task.
@@ -266,8 +266,9 @@ class SlotQueue:
         return sum(waiter.state == "waiting" for lane in self._lanes.values() for waiter in lane)
 
     def resize(self, slots: int) -> None:
-        """Change the number of slots. If it grows, waiting tasks get the new slots at once. If it
-        shrinks, tasks keep their slots, and the surplus slots disappear when they are given back.
+        """Change the number of slots. If the number grows, waiting tasks get the new slots at once.
+        If it shrinks, tasks keep the slots that they have, and surplus slots disappear when they
+        are given back.
         """
         assert self.slots is not None, "an unlimited queue cannot be resized"
         self.free_slots += slots - self.slots

@@ -377,7 +377,7 @@ class EngineAround:
 
 def stepping(engine: Engine) -> Stepping | None:
     """Return the engine that counts steps: this engine, or one inside its wrappers. Return None if
-    none of them counts steps.
+    no such engine counts steps.
     """
     # Every request to a server calls this function. `isinstance` with the protocol would take ten
     # times as long as `hasattr`.

@@ -582,8 +582,8 @@ class LedgerFile:
             self._rewrite()
 
     def keep(self, name: str) -> None:
-        """Keep a separate sum for this account from now on, so that it can be continued after a
-        restart.
+        """Keep a separate sum for this account from now on, so that the account can be continued
+        after a restart.
         """
         self._kept.setdefault(name, Spending())
 

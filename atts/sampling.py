@@ -307,8 +307,8 @@ def _beta_fraction(value: float, a: float, b: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """Return log B(a, b). The formula is Stirling's, because differences between large values of
-    lgamma lose digits.
+    """Return log B(a, b). Use Stirling's formula, because a difference between large values of
+    lgamma would lose digits.
     """
     total = a + b
     powers = (0.5 - a) * math.log1p(b / a) + (0.5 - b) * math.log1p(a / b)

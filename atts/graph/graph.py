@@ -162,8 +162,8 @@ class RetryPolicy:
 
 
 class AdmissionGroup(Protocol):
-    """Interface through which `Admission` starts and closes rollouts that one problem submitted
-    together.
+    """The interface of a group of rollouts that one problem submitted together. `Admission` uses it
+    to start the rollouts and to close the group.
     """
 
     @property
@@ -665,7 +665,7 @@ class RolloutScope(Caller, Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A value that one rollout has requested and for which its siblings wait."""
+    """A value that one rollout has requested. The rollout's siblings wait for the value."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
     nodes: tuple[int, ...] = ()  # ids of the calls from whose results the value was computed
@@ -688,8 +688,8 @@ class Round:
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[T]):
-    """The rollouts that a problem requested with one call of `ProblemScope.rollouts`. They can be
-    settled or closed only as a group.
+    """The rollouts that a problem requested with one call of `ProblemScope.rollouts`. They are
+    settled or closed together, never one by one.
 
     The problem waits for `done` inside the task group `tasks`.
     """
@@ -1028,8 +1028,8 @@ OPENING_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """A snapshot of one engine's slots: how many are in use, how many calls wait, and the seconds
-    of use, summed over slots.
+    """A snapshot of one engine's slots: how many slots are in use, how many calls wait for one, and
+    the seconds in which slots were used, summed over slots.
     """
 
     slots: int | None

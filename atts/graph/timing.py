@@ -33,8 +33,8 @@ every weight is read for every token.
 
 @dataclass(slots=True)
 class StageTime:
-    """The seconds that the calls of one stage, such as "draft" or "score", waited, queued and ran,
-    summed over the calls.
+    """The times of one stage, such as "draft" or "score": the seconds that its calls waited for
+    siblings, queued and ran, each summed over the calls.
     """
 
     nodes: int = 0

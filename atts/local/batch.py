@@ -207,7 +207,9 @@ def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatc
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
-"""A sequence, the tokens that one step sampled for it, and the log-probability of each token."""
+"""The result of sampling for one sequence in one step: the sequence, its sampled tokens, and the
+log-probability of each token.
+"""
 MANY = 4
 """Smallest number of tokens in a step for which the attention of a sequence is computed by the
 kernel for many rows. For fewer tokens, a model may use another kernel.
@@ -248,8 +250,8 @@ class StepPlan:
         return len(self.decoding) + len(self.prefills) + len(self.ready)
 
     def sequences(self) -> list[Sequence]:
-        """Return the sequences in the step: ready sequences, then decoding ones, then those of the
-        prefills.
+        """Return the sequences in the step: first the ready sequences, then the decoding ones, then
+        the sequences of the prefill chunks.
         """
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
@@ -329,7 +331,9 @@ class StepBatch:
 
 
 class Bursts(Protocol):
-    """An interface for bursts: several plain steps merged into one that samples the same tokens."""
+    """An interface for bursts. A burst merges several plain steps into one, and samples the same
+    tokens as these steps.
+    """
 
     def turns(self, plan: StepPlan) -> int:
         """Return how many steps may be merged into a burst; 1 means that no steps can be merged."""

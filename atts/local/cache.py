@@ -107,12 +107,12 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 
 
 class PrefixTree:
-    """A radix tree of token sequences, in which common prefixes are stored once. Nodes that running
+    """A radix tree of token sequences, which stores a common prefix only once. Nodes that running
     sequences read are locked, so that they are not evicted.
 
-    A node may also store the logits after its last token. A sequence that continues from there can
-    sample a token without a forward pass. A node may also store the log-probabilities of its
-    tokens, at four bytes per token.
+    A node may also store the logits after its last token. A sequence that continues from this node
+    can then sample a token without a forward pass. A node may also store the log-probabilities of
+    its tokens, at four bytes per token.
     """
 
     def __init__(self, max_logits: int) -> None:

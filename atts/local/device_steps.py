@@ -28,8 +28,8 @@ _LEAST_LENGTH = 64
 
 
 class BlockClass(NamedTuple):
-    """A class of blocks whose attention is computed together: the number of blocks, and the sizes
-    to which they are padded.
+    """A class of blocks whose attention is computed together: the number of blocks, and the width
+    and length to which the blocks are padded.
     """
 
     blocks: int
@@ -148,8 +148,8 @@ class SlotTableCopy:
     """A copy of the slot table in the device's memory. Each step sends only the entries that
     changed since the previous step.
 
-    A table for 64 long rollouts takes megabytes, but a decoding step changes only one entry per
-    rollout.
+    Sending the whole table would be slower: for 64 long rollouts it takes megabytes, but a decoding
+    step changes only one entry per rollout.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -656,8 +656,8 @@ def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
 
 
 def head_order(config: ModelConfig) -> Tensor:
-    """Return an order of a head's features in which two features that are rotated together lie half
-    a head apart.
+    """Return an order of a head's features. In this order, two features that are rotated together
+    lie half a head apart.
     """
     half = config.head_dim // 2
     turned = config.rotary_dim // 2

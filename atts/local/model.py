@@ -331,7 +331,9 @@ class TorchModel:
         return False
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing, because torch keeps a separate thread count for each calling thread."""
+        """Do nothing: torch keeps a thread count for each calling thread, and `set_threads` sets
+        the count of the loop's thread.
+        """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits for these hidden states: [rows, vocabulary] float32."""

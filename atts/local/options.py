@@ -200,7 +200,7 @@ def _on_card(
 
 def cards_for(weights: int, card: float) -> int:
     """Return how many GPUs are needed to store `weights` bytes, rounded up to a power of two. Each
-    GPU has `card` bytes, of which 90 % are used for weights.
+    GPU has `card` bytes, and weights may fill 90 % of them.
     """
     count = 1
     while weights / count > 0.9 * card:

@@ -41,12 +41,15 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """A scheduler that serves the oldest requests first, for sampling and for scoring alike.
-    Prompts are fed in chunks, so decoding never waits for a long prompt.
+    """A scheduler that serves the oldest requests first, for sampling and for scoring alike. A long
+    prompt is fed in chunks over several steps. These steps also decode, so decoding never waits for
+    a long prompt.
 
     Every request that fits into the context is finished eventually, because younger requests give
-    up their slots for older ones. The schedulers of `atts.accel.zoo` override `_candidates`,
-    `_prefill_stop`, `_reachable`, `_try_admit`, `_useful_kinds` and `_may_give_way`.
+    up their slots for older ones.
+
+    The schedulers of `atts.accel.zoo` override `_candidates`, `_prefill_stop`, `_reachable`,
+    `_try_admit`, `_useful_kinds` and `_may_give_way`.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ class Proposer(Protocol):
         return [NOTHING] * len(asks)
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Receive the number of accepted tokens of a sequence's last proposal. Later tokens of the
-        proposal were dropped.
+        """Receive the number of tokens that were accepted from a sequence's last proposal. The
+        proposal's other tokens were dropped.
         """
         return
 
@@ -113,8 +113,8 @@ class Proposer(Protocol):
         return
 
     def overlap(self) -> OverlapStats | None:
-        """Return the counters of a proposer that drafts while the target computes; None for other
-        proposers.
+        """Return the counters of a proposer that drafts while the target computes; return None if
+        this proposer does not.
         """
         return None
 

@@ -192,8 +192,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
 
 
 def tunings() -> tuple[Tuning, ...]:
-    """List the tunings that this processor can run, fastest first. Engines use the first tuning,
-    and tests use all of them.
+    """List the tunings (sets of instructions) that this processor can run, fastest first. Engines
+    use the first tuning, and tests use all of them.
     """
     has_avx2 = {"avx2", "fma"} <= set(_processor().split())
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")

@@ -140,8 +140,8 @@ def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
 
 
 def cuda_capture() -> Capture:
-    """Return a function that captures CUDA graphs, all in one memory pool. The function runs the
-    work of each graph once before it captures it.
+    """Return a function that captures CUDA graphs, all in one memory pool. Before it captures the
+    work of a graph, the function runs this work once.
     """
     pool = torch.cuda.graph_pool_handle()
 

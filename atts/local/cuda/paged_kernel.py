@@ -1,4 +1,4 @@
-"""Attention of a step's blocks over the paged cache as one Triton kernel."""
+"""A Triton kernel that computes the attention of a step's blocks over the paged cache."""
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportMissingParameterType=false
 
@@ -132,8 +132,8 @@ class PagedAttention:
         return whole.to(query.dtype).view(rows, heads * dim)
 
     def _parts(self, kv_heads: int) -> int:
-        """Return how many parts to split the context into, so that the GPU has enough parallel
-        work.
+        """Return the number of parts into which to split the context. More parts give the GPU more
+        work to do in parallel.
         """
         size = self._blocks.size
         programs = size.blocks * kv_heads

@@ -224,8 +224,8 @@ class SlotQueue:
     priority. A limit of None means unlimited.
 
     Requests with lower priority numbers are served first. Requests with the same priority are
-    served in the order of arrival: a small request never overtakes a larger one, so a large request
-    cannot starve.
+    served in the order of arrival. So a small request never overtakes a larger one, and no request
+    starves.
 
     If a waiting task is cancelled after its request was granted, the slot and the tokens pass to
     the next waiting task.

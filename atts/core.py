@@ -399,8 +399,8 @@ class Turn:
         """Return True if a model generated the chunk in this turn.
 
         The result is False for text that budget forcing inserted. It is also False if the chunk is
-        only the kept beginning of a discarded chunk: its tokens are already counted as tokens of
-        the discarded chunk.
+        only the kept beginning of a discarded chunk. The tokens of such a chunk are already counted
+        with the discarded chunk.
         """
         if chunk.logprobs:
             return True

@@ -35,8 +35,8 @@ Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "th
 """The abilities that an engine may have.
 
 "sample": it generates tokens after given token ids. "score": it returns the log-probability of
-every token of a suffix. "rate": it scores a suffix of one token, but only if the token is among the
-most likely ones; this is enough for a one-digit rating.
+every token of a suffix. "rate": it scores a suffix of one token, if the token is among the most
+likely ones; this is enough for a one-digit rating.
 
 "draw": while scoring, it also samples from the distributions that it computes
 (`ScoreRequest.draw`), and it continues completions that another engine began
@@ -105,8 +105,8 @@ class EngineSpec:
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields that must be the same for two engines, so that a gate calibrated with
-        scores of one may judge scores of the other.
+        """Return the fields that must be the same for two engines. Only then may a gate calibrated
+        with scores of one engine judge scores of the other.
         """
         fields_to_match: dict[str, object] = {}
         for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):

@@ -1028,8 +1028,8 @@ OPENING_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """A snapshot of one engine's slots: how many slots are in use, how many calls wait for one, and
-    the seconds in which slots were used, summed over slots.
+    """A snapshot of one engine's slots. It has the number of slots in use, the number of waiting
+    calls, and the seconds of use, summed over slots.
     """
 
     slots: int | None

@@ -33,8 +33,8 @@ every weight is read for every token.
 
 @dataclass(slots=True)
 class StageTime:
-    """The times of one stage, such as "draft" or "score": the seconds that its calls waited for
-    siblings, queued and ran, each summed over the calls.
+    """The times of one stage, such as "draft" or "score": waiting for siblings, queueing and
+    computing, each in seconds summed over the stage's calls.
     """
 
     nodes: int = 0
@@ -70,8 +70,8 @@ class Timing:
 
     @property
     def intensity(self) -> float:
-        """Return the paper's ratio r = Tc / (Tm + Ts), in which Tc is the seconds of prefill, Tm
-        the seconds of decoding, and Ts the seconds of waiting for siblings.
+        """Return the paper's ratio r = Tc / (Tm + Ts). Tc is the seconds of prefill, Tm the seconds
+        of decoding, and Ts the seconds of waiting for siblings.
         """
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:

@@ -1,7 +1,7 @@
 """The work of one step: the scheduler's plan, and the flat arrays that are fed to a model.
 
-The first part of the file is the state of a request in the step loop: its ids, its slots in the
-cache, and its results so far.
+The first part of the file defines the state of a request: its ids, its slots in the cache, and its
+results so far.
 """
 
 from __future__ import annotations

@@ -155,10 +155,11 @@ class LocalEngine:
         """Create an engine for a model folder or hub id. Nothing is loaded until `async with`
         enters the engine.
 
-        If `chat` is true, a model without a chat template is refused: by this constructor if the
-        model's folder is on disk, else after the download. An `accelerator` changes how fast texts
-        are sampled, but never changes the texts. A `demand` limits the cache on a GPU to the size
-        that the run can fill. It also leaves memory for the other engine of the pair.
+        If `chat` is true, a model without a chat template is refused. The constructor refuses it if
+        the model's folder is on disk; otherwise it is refused after the download. An `accelerator`
+        changes how fast texts are sampled, but never changes the texts. A `demand` limits the cache
+        on a GPU to the size that the run can fill. It also leaves memory for the other engine of
+        the pair.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the model's folder has no chat template.

@@ -57,7 +57,7 @@ class OpenLoops:
     """The step loops that compute with several threads, and therefore share the cores.
 
     A loop is busy while it has requests. With native kernels, busy loops also use the cores of idle
-    loops: for example, the target uses the cores of a draft that waits for it.
+    loops. For example, the target uses the cores of a draft that waits for it.
     """
 
     def __init__(self) -> None:

@@ -441,7 +441,7 @@ def _newest(sequences: list[Sequence]) -> list[_Fed]:
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """Return the batch of a step in which every row feeds one token. Most steps are of this kind."""
+    """Return the batch of a step in which every row feeds one token, as in most steps."""
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)

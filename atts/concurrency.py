@@ -224,8 +224,7 @@ class SlotQueue:
     priority. A limit of None means unlimited.
 
     Requests with lower priority numbers are served first. Requests with the same priority are
-    served in the order of arrival. So a small request never overtakes a larger one, and no request
-    starves.
+    served in the order of arrival, so small requests cannot overtake a large one again and again.
 
     If a waiting task is cancelled after its request was granted, the slot and the tokens pass to
     the next waiting task.

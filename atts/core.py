@@ -472,7 +472,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One attempt to solve a problem by reasoning. The object is immutable, so each turn creates a
-    new one.
+    new object.
     """
 
     problem: str

@@ -49,8 +49,9 @@ class GateInputs:
     """The data from which a method builds its gate: the calibrator and the gate settings.
 
     The calibrator has the rate, the seed and the stored scores. Each other field is also a
-    configuration key: `Setup` has a field with the same name, default and help text. Runs record
-    the settings that differ from their defaults, and compare them when they resume.
+    configuration key: `Setup` has a field with the same name, default and help text. A run records
+    the settings that differ from their defaults. A resumed run compares its settings with the
+    recorded ones.
     """
 
     calibrator: Calibrator

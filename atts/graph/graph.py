@@ -923,8 +923,8 @@ class ProblemScope(Caller):
 
     @contextmanager
     def concluding(self, rollouts: int) -> Generator[None]:
-        """Count `rollouts` ended rollouts as waiting for grading, or for other work outside
-        engines, until the block ends.
+        """Add `rollouts` to the number of ended rollouts that wait for grading, or for other work
+        outside engines, until the block ends.
 
         If too many ended rollouts wait, no new problem is opened, so that finished work does not
         pile up behind a slow grader.

@@ -334,8 +334,8 @@ class StepGraphs:
         """Replay a captured graph and return the hidden states of the batch's `logit_rows`. Return
         None if this step has no graph; the caller must then compute the step itself.
 
-        `table` is the slot table on the device. A graph always reads the table at the address that
-        it had during the capture, so all graphs are dropped if `table` is another tensor.
+        `table` is the slot table on the device. A captured graph always reads the same memory
+        address, so all graphs are dropped if `table` is another tensor than before.
         """
         if (
             self.trouble

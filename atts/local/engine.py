@@ -97,8 +97,8 @@ class RunDemand:
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return the run's needs with this model: cache for its rollouts in flight, and memory for
-        the other engine.
+        """Return what the run needs if it uses this model: cache for its rollouts in flight, and
+        memory for the other engine.
 
         :raises EngineError: the other model's configuration cannot be read.
         """

@@ -439,8 +439,9 @@ def load_weights(
     If `layers` is given, only these layers are read. The embedding and the head are read only if
     the first layer is among them and `words` is true.
 
-    With `pairs`, which is the default on a GPU, each layer gets the feature order of the torch
-    model while it is read. This avoids a copy later, when the cache has taken the memory.
+    With `pairs`, the default on a GPU, each layer's features are put into the order of the torch
+    model while the layer is read. Reordering them later would need a copy, when the cache has
+    already taken the memory.
 
     With `on_demand`, a layer is read each time it is accessed. A caller that packs layers one by
     one then never has all of them in memory.

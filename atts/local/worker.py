@@ -149,10 +149,10 @@ class ThreadWorker:
         """Start the thread that loads the model, runs the loop, and calls `deliver` with its
         reports. Return when the model is loaded.
 
-        OpenMP keeps helper threads for each thread that ever computed in parallel. With more
-        helpers than cores, the helpers sleep between the parts of a step, which makes two threads
-        slower than one. So the caller's thread must never compute, and the new thread loads the
-        model.
+        OpenMP keeps helper threads for each thread that ever computed in parallel. If the caller's
+        thread computed too, there would be more helpers than cores. The helpers would then sleep
+        between the parts of a step, and two threads would be slower than one. So only the new
+        thread computes, and it also loads the model.
 
         :raises EngineError: the model could not be loaded.
         """

@@ -1,8 +1,11 @@
-"""Accelerators of the local engine that do not change what it writes: speculation, overlap, zoos.
+"""Accelerators of the local engine, which change its speed but not its output.
 
-zoo = Zoo(Path("zoo")) zoo.add("base", Path("models/base")) # each block is stored once
-zoo.show().stored, zoo.show().apart # bytes in the zoo, and in the added folders zoo.export("base",
-Path("copy")) # every file as it was added
+Speculation, overlap and stages are set by options. A zoo stores models that share blocks:
+
+    zoo = Zoo(Path("zoo"))
+    zoo.add("base", Path("models/base"))  # a block that the zoo already has is not stored again
+    zoo.show().stored, zoo.show().apart  # sizes in bytes: of the zoo, and of all models separately
+    zoo.export("base", Path("copy"))  # writes every file exactly as it was added
 """
 
 from importlib import import_module

@@ -68,8 +68,8 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import FixedLength, HookedModel, Lengths, Model, Proposer
 
 _K_AHEAD = 16
-"""Largest number of tokens that an overlapped drafter drafts after each guessed outcome, if the
-option `k` is not set.
+"""Largest number of tokens that an overlapped drafter drafts for each guessed outcome of a
+verification, if the option `k` is not set.
 """
 
 
@@ -78,9 +78,10 @@ def build_accelerated(
 ) -> tuple[StepLoop, WorkerReady]:
     """Build the step loop of a plan: load the models that it names, and connect them.
 
-    If `make_model` is given, it makes the target, and atts chooses no kernel for it. A lent drafter
-    that cannot be loaded is dropped. On a GPU, a lent drafter is always dropped, because it would
-    take memory from the target's KV cache.
+    If `make_model` is given, it makes the target, and atts chooses no kernel for it. If the draft
+    model is lent (the run has it, but the engine's options do not name it), it may be dropped. It
+    is dropped if it cannot be loaded. On a GPU it is always dropped, because it would take memory
+    from the target's KV cache.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -100,7 +101,9 @@ def build_accelerated(
 
 
 class _Target(NamedTuple):
-    """A loaded target: its model, KV cache and early exit, and the weights of its draft model."""
+    """A loaded target with its KV cache, its early exit if it has one, and the weights of the draft
+    model.
+    """
 
     model: Model
     cache: Tensor
@@ -146,8 +149,8 @@ def _build(
 def _speculating_loop(
     plan: LoopPlan, config: WorkerConfig, target: _Target, send: Send
 ) -> StepLoop:
-    """Build the step loop of a target, with the drafter or other token proposer that the plan
-    names.
+    """Build the step loop of a target, with the token proposer that the plan names, such as a draft
+    model.
     """
     slots = DraftedSlots(target.slots)
     scheduler = Scheduler(scheduler_config(config, target.slots), prefix_tree(config), slots)
@@ -246,9 +249,9 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
 
 
 def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
-    """Start workers that each load a range of the model's layers, all at the same time.
+    """Start workers that load ranges of the model's layers, all at the same time.
 
-    If models of a zoo share the workers, every range is in a worker. Otherwise, this process keeps
+    If models of a zoo share the workers, the workers load all ranges. Otherwise, this process loads
     the first range.
     """
     is_shared = kernels is not None
@@ -325,7 +328,7 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
 def _proposer_and_lengths(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> tuple[Proposer, Lengths]:
-    """Make the proposer of tokens, and the rule that chooses how many tokens it proposes."""
+    """Make the proposer of tokens, and the rule that chooses how many tokens to propose."""
     speculation = plan.speculation
     lengths: Lengths = (
         GoodputLengths(MOST_PROPOSED) if speculation.k is None else FixedLength(speculation.k)
@@ -350,8 +353,8 @@ def _proposer_and_lengths(
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
     """Return whether the engine may choose from measurements how it uses the drafter.
 
-    The options must name a drafter and leave its use open. The target must run on a CPU with at
-    least two usable cores.
+    The options must name a drafter, but not how to use it. The target must run on a CPU, and atts
+    must be able to use at least two cores.
     """
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
@@ -366,7 +369,7 @@ def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
 
 
 def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model's weights. Call this before a KV cache takes the rest of the memory.
+    """Load the draft model's weights. Call this before a KV cache takes the remaining memory.
 
     Return None if the plan names no draft model.
     """
@@ -392,8 +395,8 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
-    """Return the draft model's configuration: most of the target's options, and a KV cache of
-    `slots` slots.
+    """Return the draft model's configuration. It has a KV cache of `slots` slots, and most options
+    have the same values as for the target.
     """
     assert plan.drafter is not None, "the plan must name a draft model"
     is_apart = _drafter_device(plan, config).type != device_of(config).type

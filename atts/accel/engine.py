@@ -39,10 +39,15 @@ def accelerated(
     """Make an engine that writes the same tokens as `LocalEngine`, but faster.
 
     The class `proposer`, which the loop's process instantiates, replaces the proposers that the
-    options name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers
-    agree, and both models fit into main memory. On a GPU, `lent` is ignored, because it would take
-    memory from the target's cache. So a GPU drafter must be named in the options. Engines on models
-    of one zoo share a step loop if they have the same `replica`. See `LocalEngine` for `demand`.
+    options name.
+
+    `lent` is the run's draft model. It becomes the drafter if the options allow it, its tokenizer
+    agrees with the target's, and both models fit into main memory. If the target runs on a GPU,
+    `lent` is ignored, because it would take memory from the target's cache. To use a drafter on a
+    GPU, name it in the options.
+
+    Engines on models of one zoo share a step loop if they have the same `replica`. See
+    `LocalEngine` for `demand`.
 
     :raises OptionError: an option has an unknown or impossible value.
     :raises UnsupportedByEngine: `chat` is set, but the model's folder has no chat template.
@@ -94,7 +99,8 @@ class Acceleration(Accelerator):
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
         """Find the draft model, and check that each token id means the same to draft and target.
 
-        Return the configuration with a builder for the accelerated loop.
+        Return the engine's configuration. If the options name an accelerator, the configuration
+        contains a builder for the accelerated loop.
 
         :raises OptionError: the token ids of draft and target differ in meaning.
         :raises EngineError: a model that the options name cannot be used.
@@ -133,7 +139,7 @@ class Acceleration(Accelerator):
     def _with_lent(
         self, plan: LoopPlan, config: WorkerConfig, tokenizer: ModelTokenizer
     ) -> LoopPlan:
-        """Add the lent draft model to the plan, if its folder exists and its token ids mean the
+        """Add the run's draft model to the plan, if its folder exists and its token ids mean the
         same as the target's.
         """
         try:

@@ -106,8 +106,8 @@ class SpeculationOptions:
 
     @property
     def takes_lent(self) -> bool:
-        """Return whether the run's draft model may propose tokens, although these options do not
-        name it.
+        """Return whether the engine may use the run's draft model to propose tokens. It may if
+        these options name no draft model and do not exclude one.
         """
         return not self.drafter and self.speculate in (None, "auto") and self.k != 0
 
@@ -140,7 +140,7 @@ class StageOptions:
     block_rows: int | None = None
 
     def check(self) -> None:
-        """Check that every option has a known and possible value.
+        """Check the value of every option.
 
         :raises OptionError: an option has an unknown or impossible value.
         """
@@ -185,7 +185,7 @@ class StageOptions:
     def replicas(self) -> list[int]:
         """Return the number of workers of each stage after the first.
 
-        An entry of the option's list that is not a number becomes 0.
+        If an entry of the option `stage_replicas` is not a number, its result is 0.
         """
         counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
         return counts * (self.stages - 1) if len(counts) == 1 else counts
@@ -225,8 +225,8 @@ def options_of(**settings: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Plan of a decoding loop, without the target: how tokens are proposed, and how layers and
-    models are divided among workers.
+    """Plan of a decoding loop, which does not include the target. It says how tokens are proposed,
+    and how layers and models are divided among workers.
     """
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)

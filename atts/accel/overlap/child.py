@@ -28,8 +28,10 @@ _SLOT_RUN = 64  # smallest number of cache slots that a sequence gets at a time
 
 
 class ToldTarget(InlineTransport):
-    """A stand-in for the target in the drafter's process. It stores the step times and early-exit
-    guesses that the target's process sends. Drafting work runs at once, in the caller's thread.
+    """A stand-in for the target in the drafter's process. It stores what the target's process
+    sends: step times and the guesses of the early exit.
+
+    Drafting work runs immediately, in the caller's thread.
     """
 
     is_beside = True
@@ -50,8 +52,9 @@ class ToldTarget(InlineTransport):
 
 
 class RemoteRows(DraftedRows):
-    """Assigns slot-table rows and cache slots to the sequences of a target in another process. A
-    sequence gets no drafts while no row is free, or while too few slots are free.
+    """Assigns slot-table rows and cache slots to the sequences of a target in another process.
+
+    If no row is free for a sequence, or if too few slots are free, nothing is drafted for it.
     """
 
     def __init__(self, slots: int, rows: int, width: int) -> None:

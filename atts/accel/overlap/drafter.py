@@ -31,11 +31,11 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """The rule that selects which outcomes of a verification the drafter guesses.
+    """The rule that selects the outcomes of a verification for which the drafter drafts in advance.
 
-    It always guesses that all tokens are accepted. At each position, it also guesses the `fan`
-    likeliest tokens. If `is_told` is true, the target's early exit estimates their probabilities;
-    otherwise, the draft model does.
+    One guess is always that all proposed tokens are accepted. The other guesses are that the target
+    writes one of the `fan` likeliest tokens at some position. If `is_told` is true, the target's
+    early exit estimates their probabilities; otherwise, the draft model does.
     """
 
     fan: int
@@ -103,13 +103,13 @@ def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[Outcome
 def most_worthwhile(
     chances: Many[float], length: Callable[[int], int], acceptance: Many[float]
 ) -> tuple[int, int]:
-    """Choose how many outcomes to continue, and how many tokens to draft for each, so that the most
-    tokens are expected to be accepted.
+    """Choose how many guessed outcomes to draft for, and how many tokens to draft for each. The
+    choice maximises the expected number of accepted tokens.
 
-    `chances` has the probabilities of the outcomes, the likeliest first. If n outcomes are
-    continued, there is time for `length(n)` tokens each. `acceptance` has, for each token of a
+    `chances` has the probabilities of the outcomes, the likeliest first. If the drafter drafts for
+    n outcomes, it has time for `length(n)` tokens each. `acceptance` has, for each token of a
     branch, the probability that it is accepted if all earlier ones are. At least one outcome is
-    continued.
+    chosen.
     """
     best = (1, max(0, length(1)))
     covered = 0.0
@@ -127,14 +127,16 @@ def most_worthwhile(
 
 
 class OutcomeCache(dict[tuple[int, int], Branch]):
-    """The branches of one step, keyed by the outcome that each branch continues.
+    """The branches of one step, keyed by the outcome after which each branch continues the text.
 
     `select` empties the cache. It returns the branch of the actual outcome, and all other branches
     so that the caller can free their slots.
     """
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
-        """Store the branch that continues the outcome (accepted, token)."""
+        """Store the branch for this outcome: `accepted` tokens are accepted, then the target writes
+        `token`.
+        """
         assert (accepted, token) not in self, "each guessed outcome may have only one continuation"
         self[accepted, token] = branch
 
@@ -187,8 +189,8 @@ class DraftBranch:
 
 @dataclass(slots=True)
 class DraftLine:
-    """One sequence at the start of a step: its text, its proposal, and the branches that continue
-    guessed outcomes of the proposal.
+    """One sequence at the start of a step: its text, its proposal, and a branch for each guessed
+    outcome of verifying the proposal.
     """
 
     ask: Ask
@@ -344,8 +346,9 @@ class BranchWriter:
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
     """Keep the tokens that the streaming heads added to a branch, up to the first difference from
-    the draft model's own samples. Then append the draft model's next token. Return how many tokens
-    computed by the last pass are kept.
+    the draft model's own samples. Then append the draft model's next token.
+
+    Return how many tokens of the draft model's last pass are kept.
     """
     kept = 1
     count = len(drawn)
@@ -376,8 +379,8 @@ def place_laws(
 Work = Callable[[], None]
 
 PATIENCE = 5.0
-"""Largest number of seconds to wait, before a change of the drafting scheme, until the current
-drafting work ends.
+"""Largest number of seconds to wait for the end of the current drafting work before the drafting
+scheme is changed.
 """
 
 
@@ -392,9 +395,9 @@ _FADE = 0.98
 
 
 class InlineTransport:
-    """Runs drafting work at once, in the caller's thread.
+    """Runs drafting work immediately, in the caller's thread.
 
-    So the drafts depend only on the texts, and not on how long steps take.
+    Therefore the drafts depend only on the texts, and not on the duration of steps.
     """
 
     is_beside = False  # whether drafting runs in parallel with the target's step
@@ -404,23 +407,21 @@ class InlineTransport:
         work()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether the drafting work ends within this number of seconds. It always does,
-        because `post` has already run it.
-        """
+        """Return true, because `post` returns only after the drafting work has ended."""
         return True
 
     def elapsed(self, began: float) -> float:
-        """Return the seconds since the target's step began at the time `began`."""
+        """Return the seconds that have passed since time `began`, when the target's step began."""
         return perf_counter() - began
 
 
 class OverlappedDrafter(ModelDrafter):
     """Proposes tokens that were drafted while the target verified the previous proposals.
 
-    With a fan of 0, the only guess is that every token is accepted and the draft's own token
-    follows (PEARL). With a larger fan, the drafter also continues the likeliest other outcomes at
-    every position. The draft model's distribution (SSD) or the target's early exit (Mirror-SD) says
-    which outcomes are likely.
+    If `fan` is 0, the only guess is that every token is accepted and that the draft's own next
+    token follows (PEARL). If `fan` is larger, the drafter also guesses that one of the likeliest
+    other tokens follows at some position. The draft model's distribution (SSD) or the target's
+    early exit (Mirror-SD) says which tokens are likely.
     """
 
     def __init__(
@@ -440,8 +441,8 @@ class OverlappedDrafter(ModelDrafter):
         """Create a drafter that proposes at most `most` tokens.
 
         The draft model's `cache` has slots for the target's tokens, followed by slots for branches.
-        If streaming `heads` are given, one pass adds several tokens to each branch that continues a
-        guess of the early exit.
+        If streaming `heads` are given, they are used for branches that start with a guess of the
+        early exit. One pass then adds several tokens to each branch.
         """
         super().__init__(model, config, drafted, vocabulary)
         self._cache = cache
@@ -544,10 +545,10 @@ class OverlappedDrafter(ModelDrafter):
         return self.stats.silence or super().silence()
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Make the drafting work of the step stop, and return whether it has ended.
+        """Stop the drafting work of the step, and return whether it has ended.
 
-        The first call waits for its end, at most as long as the target's step took. Later calls do
-        not wait.
+        The first call waits for the end of the work, at most as long as the target's step took.
+        Later calls do not wait.
         """
         job.is_enough = True
         if not self._is_late:
@@ -600,8 +601,10 @@ class OverlappedDrafter(ModelDrafter):
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """Record that the draft model has read a sequence's text up to position `known`. If cache
-        slots of the text have changed since, record only the tokens before the first changed slot.
+        """Record that the draft model has read a sequence's text up to position `known`.
+
+        If the sequence got other cache slots after the drafter read them, record only the tokens
+        before the first such slot.
         """
         sequence = self._rows.sequence(line.ask.key)
         start = self._rows.drafted(sequence)
@@ -639,8 +642,8 @@ class OverlappedDrafter(ModelDrafter):
         """Plan to copy the branch's keys and values to the slots of its sequence, and return the
         position after the last copied token.
 
-        If the tokens computed by the drafter do not end exactly where the branch starts, plan
-        nothing and return 0.
+        The drafter must have computed the sequence exactly up to the start of the branch.
+        Otherwise, plan nothing and return 0.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
@@ -724,13 +727,15 @@ class OverlappedDrafter(ModelDrafter):
             self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
-        """Return a batch with the tokens of these sequences that the draft model has not read."""
+        """Return a batch with those tokens of these sequences that the draft model has not computed
+        yet.
+        """
         return self._fed_batch([row for line in lines for row in line.fed])
 
     def _write_windows(self, lines: list[DraftLine]) -> None:
         """Draft one branch per sequence in one call of the kernels.
 
-        Each branch gets the number of tokens that can be drafted during the target's step.
+        Each branch gets as many tokens as can be drafted during the target's step.
         """
         began = perf_counter()
         length = max(_LEAST, self._length(len(lines), len(lines)))
@@ -755,7 +760,7 @@ class OverlappedDrafter(ModelDrafter):
     def _branches(
         self, lines: list[DraftLine], drawn_tokens: list[int], laws: list[PlaceLaw]
     ) -> tuple[list[DraftBranch], int]:
-        """Choose the guesses to continue, and make a branch for each of them.
+        """Choose the guessed outcomes to draft for, and make a branch for each of them.
 
         Return the branches, and the number of tokens to draft for each.
         """
@@ -792,10 +797,11 @@ class OverlappedDrafter(ModelDrafter):
         return branch
 
     def _guesses(self, line: DraftLine, drawn_token: int, law: PlaceLaw) -> list[OutcomeGuess]:
-        """Return the outcomes to guess for one sequence.
+        """Return the guessed outcomes for one sequence.
 
         One guess is that all proposed tokens are accepted, and that the draft's own next token
-        follows. With a fan, the likeliest outcomes at every position are guessed too.
+        follows. If `fan` is above 0, others are that one of the likeliest tokens follows at some
+        position.
         """
         chance = prod([place.acceptance for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), drawn_token, chance)
@@ -807,8 +813,8 @@ class OverlappedDrafter(ModelDrafter):
         ]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
-        """Choose how many guesses to continue, and how many tokens to draft for each, in the time
-        of the target's step.
+        """Choose how many guessed outcomes to draft for, and how many tokens to draft for each. The
+        drafting must fit into the time of the target's step.
         """
         if not self._fan:
             return lines, self._most

@@ -38,8 +38,8 @@ tokens and their probabilities.
 
 
 class ExitListener(NamedTuple):
-    """A callback that receives the early exit's guesses in one step, and the slot-table rows of the
-    sequences to guess for.
+    """A request for the early exit's guesses in one step: a callback that receives the guesses, and
+    the slot-table rows of the sequences for which the exit guesses.
     """
 
     # for each row of the slot table: the number of its sequence, and the sequence's sampling
@@ -63,7 +63,7 @@ class Exits(Protocol):
 class ExitAdapter:
     """A trained correction of the hidden states after the first `layers` layers.
 
-    With it, the model's output matrix can predict tokens from these states.
+    From corrected states, the model's output matrix can predict tokens.
     """
 
     layers: int
@@ -73,9 +73,8 @@ class ExitAdapter:
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
-        """Return an untrained exit after half of the layers.
-
-        It applies the model's last norm and no correction.
+        """Return an early exit after half of the layers, without a trained correction. It applies
+        only the model's last norm.
         """
         none = weights.norm.new_zeros(config.hidden_size, 1)
         return cls(max(1, config.num_layers // 2), weights.norm, none.T, none)
@@ -118,7 +117,7 @@ class ExitAdapter:
 
 
 class ExitModel:
-    """A target with an early exit: a layer at which it already guesses tokens before a step ends.
+    """A target with an early exit: a layer after which tokens are guessed, before the step ends.
 
     The target's results are the same as without the exit.
     """
@@ -210,9 +209,10 @@ class StreamHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamHeads:
-    """Streaming heads, which predict several tokens after a hidden state h. The first head receives
-    h and the token after it, and predicts the following token. Each further head receives one token
-    more.
+    """Streaming heads, which predict several tokens after a hidden state h.
+
+    The first head receives h and the first token after it, and predicts the second token. The next
+    head receives h and the first two tokens, and predicts the third token, and so on.
     """
 
     embedding: Tensor

@@ -44,8 +44,8 @@ class DraftSetup(NamedTuple):
 
 
 class DraftStep(NamedTuple):
-    """Message to the drafter's process when the target begins a step: the changes since the last
-    message.
+    """Message to the drafter's process when the target begins a step. It reports what has changed
+    since the last message.
     """
 
     fresh: list[tuple[int, SampleRequest]]
@@ -62,8 +62,8 @@ class DraftStep(NamedTuple):
 class DraftedLine(NamedTuple):
     """The drafts for one sequence.
 
-    `follows` maps each guessed outcome to the tokens drafted after it. An outcome is a pair: how
-    many tokens of `proposal` are accepted, and the next token.
+    `follows` maps each guessed outcome of verifying `proposal` to the tokens drafted for this case.
+    An outcome is a pair: how many tokens of `proposal` are accepted, and the next token.
     """
 
     base: int
@@ -83,8 +83,9 @@ class Drafted(NamedTuple):
 
 
 class DrafterProcess(Proposer):
-    """Proposes tokens that a drafter in another process drafted. If that process is late, the step
-    has no proposal.
+    """Proposes tokens that a drafter in another process drafted.
+
+    In steps for which that process is late, nothing is proposed.
     """
 
     def __init__(
@@ -181,11 +182,10 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Return whether the drafter has answered the last message. Wait for the answer at most
-        `patience` seconds.
+        """Return whether the drafter's process has answered the last message.
 
-        By default, the first call waits at most as long as the target's step took. Later calls do
-        not wait.
+        Wait for the answer at most `patience` seconds. By default, the first call waits at most as
+        long as the target's step took. Later calls do not wait.
         """
         if self._hears:
             # In this step, no guesses of the target's early exit arrived. The drafter's process

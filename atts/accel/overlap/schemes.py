@@ -1,4 +1,4 @@
-"""The choice of the drafting scheme that gives the most tokens per second, as measured."""
+"""The choice of the drafting scheme for which the highest speed in tokens per second was measured."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class _Scheme:
         self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Return how many more tokens to write before the scheme is tried again; 0 or less means
-        now.
+        """Return the number of tokens to write before the scheme is tried again. If it is 0 or
+        less, the scheme may be tried now.
 
         `most` is the speed of the best scheme, in tokens per second.
         """
@@ -136,8 +136,8 @@ class SchemeControl:
         """Create a control that chooses among this number of schemes.
 
         If `has_oracle` is true, the last scheme differs from the others only in its better guesses.
-        It is tried only if another scheme with perfect guesses would be faster than the best
-        scheme.
+        It is tried only if one of the other overlapped schemes would be clearly faster than the
+        best scheme if all its guesses were correct.
         """
         self._schemes = schemes
         self._has_oracle = has_oracle
@@ -181,8 +181,8 @@ class SchemeControl:
 
     @property
     def is_contested(self) -> bool:
-        """Return whether the first scheme is in use only for a trial, while another scheme is the
-        best.
+        """Return whether the first scheme is used only for a trial, because another scheme is
+        faster.
         """
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
@@ -223,18 +223,21 @@ class SchemeControl:
 
 
 GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
-"""The rules that guess outcomes, by drafting scheme. `pearl` guesses only that all proposed tokens
-are accepted. `ssd` also guesses the draft model's likeliest tokens at each position. `mirror`
-guesses the tokens that the target's early exit finds likeliest instead.
+"""For each overlapped drafting scheme: the rule that selects which outcomes of a verification it
+guesses.
+
+`pearl` guesses only that all proposed tokens are accepted. `ssd` also guesses the draft model's
+likeliest tokens at each position. `mirror` also guesses the tokens at each position that the
+target's early exit finds likeliest.
 """
 
 
 class AdaptiveDrafting(Proposer, Lengths):
     """Proposes tokens with the drafting scheme that gives the most tokens per second.
 
-    The first scheme drafts before each step with `serial`, and `lengths` chooses how many tokens
-    (or none). The other schemes draft during a step with `ahead`. They are tried once the first
-    scheme's proposals save time.
+    The first scheme drafts before each step of the target with `serial`, and `lengths` chooses how
+    many tokens to propose. The other schemes draft during the target's step with `ahead`. They are
+    not tried before the first scheme's proposals save time.
     """
 
     def __init__(
@@ -263,8 +266,8 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._began = 0.0
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether nothing is proposed in this step, because the first scheme is in use and
-        its proposals slow the run down.
+        """Return whether nothing is proposed in this step. This is the case if the first scheme is
+        in use and its proposals slow the run down.
         """
         self._scheme = self._control.current
         return self._scheme == 0 and not self._control.is_contested and self._lengths.rests(plan)
@@ -272,8 +275,8 @@ class AdaptiveDrafting(Proposer, Lengths):
     def choose(self, plan: StepPlan) -> Many[int]:
         """Choose how many tokens to propose for each sequence.
 
-        The first scheme uses the rule `lengths`. All other schemes use the largest number, because
-        they stop drafting when the target's step ends.
+        With the first scheme, the rule `lengths` chooses. All other schemes may propose up to the
+        largest number of tokens, because they stop drafting when the target's step ends.
         """
         self._began = perf_counter()
         return (self._fixed if self._scheme else self._lengths).choose(plan)

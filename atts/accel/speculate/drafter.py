@@ -43,8 +43,8 @@ _CHUNK = 512  # largest number of unread tokens that the draft model reads in on
 _FEW = 3
 
 FedRow = tuple[int, int, int, bool]
-"""A token to compute: its row in the slot table, its position and its id. The flag is True for the
-last token of a sequence, after which the drafter samples.
+"""A token for the drafter to compute: its row in the slot table, its position and its id. The last
+entry is True for the newest token of a sequence, because the drafter samples the token after it.
 """
 
 
@@ -57,8 +57,8 @@ def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
 
 
 class DraftedSlots(SlotAllocator):
-    """Allocator of the cache slots that the target and the drafter share. It also records which of
-    these slots the drafter has filled.
+    """Allocator of cache slots, which have the same numbers in the target's cache and the
+    drafter's. It also records which of these slots the drafter has filled.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -88,8 +88,8 @@ class DraftedRows:
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:
-        """Return how many of the sequence's first tokens have the drafter's keys and values in the
-        sequence's current slots.
+        """Return how many tokens at the start of a sequence the drafter has computed, with keys and
+        values in the sequence's current slots.
         """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
         # A sequence that was preempted and admitted again has new slots, which contain none of its
@@ -133,10 +133,8 @@ class ModelDrafter(Proposer):
         )
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Read the text that the draft model has not read yet, then sample the next tokens one by
-        one.
-
-        All sequences are computed in one batch.
+        """Compute the keys and values of all tokens that the draft model has not read yet. Then
+        sample the next tokens one by one, for all sequences in one batch.
         """
         proposals = [NOTHING] * len(asks)
         places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
@@ -182,8 +180,8 @@ class ModelDrafter(Proposer):
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
         """Draft tokens for all requests.
 
-        The caller sorts the requests by number of tokens to draft, the largest first. So complete
-        requests are at the end of the batch, where they are cut off.
+        The caller sorts the requests by the number of tokens to draft, the largest first.
+        Therefore, requests that are complete are at the end of the batch, and can be cut off there.
         """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
@@ -202,10 +200,10 @@ class ModelDrafter(Proposer):
         first: StepBatch,
         places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """Sample the tokens of all requests in one call of the kernels.
+        """Sample the next tokens of all requests in one call of the kernels.
 
-        One token is sampled for each random number. Requests with the most random numbers come
-        first.
+        `uniforms` has the random numbers of each request, and one token is sampled with each
+        number. Requests with the most random numbers come first.
         """
         assert self._native is not None, (
             "only a drafter with native kernels samples several tokens in one call"
@@ -289,11 +287,12 @@ class ModelDrafter(Proposer):
         return self._fed_batch(fed)
 
     def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
-        """Return the part of a sequence's text that the drafter has not computed, as batches. They
-        leave out the last few tokens; also return the position where these begin.
+        """Divide the tokens of a sequence that the drafter has not computed yet into batches,
+        without the last few tokens. Return the batches, and the position of the first token that is
+        left out.
 
-        The start of a long missing part is skipped if a sibling rollout has already filled the
-        slots that both sequences share.
+        If many tokens are missing, the drafter may already have filled their first slots for
+        another rollout that shares them. Such tokens are skipped.
         """
         start = min(self._rows.drafted(sequence), len(sequence.ids) - 1)
         newest = len(sequence.ids) - 1
@@ -320,23 +319,23 @@ Calibration = Literal["exact", "none"]
 
 
 class GroupedModel(Model, Protocol):
-    """A model that can compute the attention of several layers at once, each from the input of the
-    first of these layers.
-
-    The result is an approximation.
+    """A model that can compute several layers' attention at once, as an approximation: the
+    attention of all these layers reads the input of the first one.
     """
 
     is_grouped: bool
 
 
 class GroupedDrafter(ModelDrafter):
-    """EasySpec: a drafter in which the attention of all layers of a group reads the same input. The
-    first and the last layer are in no group.
+    """EasySpec: a drafter with groups of layers, in which the attention of all layers of a group
+    reads the same input. The first and the last layer are in no group.
 
-    Keys and values of grouped layers are inexact, so they are used within one round only. An exact
-    pass over the accepted tokens and the next token then computes them again. This pass also gives
-    the first token of the next round. With calibration "none", which serves for comparison, inexact
-    keys and values are kept and their errors add up.
+    This approximation makes keys and values inexact. They are used only until the proposal has been
+    verified. Then an exact pass computes the accepted tokens and the next token again, and also
+    gives the first token of the next proposal.
+
+    With calibration "none", inexact keys and values are kept, and their errors add up. This setting
+    exists only for comparison.
     """
 
     calibration: Calibration = "exact"
@@ -348,7 +347,7 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Record the last round's keys and values as correct only if calibration is "none".
+        """Keep the keys and values of accepted tokens only if calibration is "none".
 
         Otherwise the exact pass computes them again.
         """

@@ -1,7 +1,7 @@
 """A rule that chooses how many tokens to propose by goodput, the expected tokens per second.
 
-The first part of the module estimates the two inputs of goodput: how many proposed tokens will be
-accepted, and how long steps take.
+The first part of the module estimates two things that goodput depends on: how many proposed tokens
+will be accepted, and how long steps take.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def size_class(sequences: int) -> int:
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
     """Return the condition of a step: the key under which its step time is stored.
 
-    Context lengths that differ by less than a factor of four may give the same condition.
+    Steps with similar context lengths (a factor of less than four) may have the same condition.
     """
     return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
@@ -92,8 +92,7 @@ class Curve:
     def at(self, rows: Floats) -> Floats:
         """Return the times in seconds of steps with these numbers of rows.
 
-        Times between two measured numbers of rows are interpolated, and all other times are
-        extrapolated.
+        Times are interpolated between the measured numbers of rows, and extrapolated beyond them.
         """
         first = self.rows[0]
         last = self.rows[-1]
@@ -145,8 +144,8 @@ class StepCosts:
 
     @property
     def slowness(self) -> float:
-        """Return the ratio of current step times to the times in the table; more than 1 means a
-        slower machine.
+        """Return how much slower the machine is now than the times in the table say. The result is
+        a ratio of times: 2 means that steps take twice as long.
         """
         return exp(self._machine)
 
@@ -165,7 +164,9 @@ class StepCosts:
             self._curves.pop(where, None)
 
     def rest(self, steps: int) -> None:
-        """Count steps that were not timed, so that older times lose weight."""
+        """Count steps that were not timed, because the weight of a measured time falls with each
+        later step.
+        """
         self._added += steps
         self._of_machine = min(1.0, self._of_machine + self._wandering * self._of_step * steps)
 
@@ -237,8 +238,8 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Return copies of the most similar condition's times, with a larger variance, as a first
-        estimate for a new condition.
+        """Return first estimates of the step times under a new condition. They are copied from the
+        most similar condition, with a larger variance.
         """
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
@@ -252,10 +253,10 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """Fit a curve of step times in which a step with more rows never takes less time.
+    """Fit a curve of step times that never falls when the number of rows grows.
 
-    Where a larger step was measured as faster, neighbouring measurements are replaced by their
-    mean, weighted by 1 / variance.
+    Where a step with more rows was measured as faster, neighbouring measurements are replaced by
+    their mean, weighted by 1 / variance.
     """
     # one entry for each group of neighbouring cells that share a mean: the mean of their log times,
     # the sum of their weights, and the number of these cells
@@ -295,8 +296,8 @@ class Survival:
     """Estimates the probability that a proposed token is accepted, for each position in a proposal.
 
     For each position, the class counts how often a token was tested there, and how often the token
-    was accepted. Tokens after a rejected token are not tested, so they are not counted. Therefore
-    the ratio of accepted to proposed tokens would be a biased estimate.
+    was accepted. Tokens after a rejected token are not tested, so they are not counted. If they
+    were counted as rejected, the estimate would be too low.
     """
 
     def __init__(self, most: int) -> None:
@@ -336,21 +337,21 @@ class Survival:
         """Add counts of tested and accepted tokens for each position of a proposal, for example
         counts from a server.
 
-        They are added to the total counts only, not to the counts of single sequences.
+        Only the total counts over all sequences change, not the counts of single sequences.
         """
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Delete the per-sequence counts of all sequences except `keys`, once too many sequences
-        have counts. The total counts over all sequences stay the same.
+        """Limit the memory for the counts of single sequences: if there are too many, keep only
+        those of `keys`. The total counts over all sequences stay the same.
         """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Shrink the counts of each position to at most `most` tested tokens, and delete the counts
-        of single sequences.
+        """Give earlier observations less weight: scale the counts of each position down to at most
+        `most` tested tokens, and delete the counts of single sequences.
         """
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
@@ -466,13 +467,15 @@ class StepShape(NamedTuple):
 
     @property
     def decoding_alone(self) -> Condition:
-        """Return the condition that this step would have without the tokens of other requests."""
+        """Return the condition of a step that computes the same sequences, but no prompt tokens and
+        no texts to score.
+        """
         return condition(is_mixed=False, context=self.context, sequences=len(self.keys))
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """The proposal lengths that are currently chosen for steps of one size class."""
+    """The proposal lengths that are used in steps of one size class until lengths are chosen again."""
 
     until: int = 0  # number of the step at which lengths are chosen again
     period: int = _PERIODS[0]
@@ -484,7 +487,9 @@ class _Verdict:
 
 @dataclass(slots=True)
 class _Trial:
-    """A few steps in which another proposal length than the chosen one is timed."""
+    """A trial: a few steps with another proposal length than the chosen one, whose times are
+    measured.
+    """
 
     length: int
     left: int  # number of timed steps that this trial still needs
@@ -525,12 +530,12 @@ class GoodputControl:
 
     The tokens most likely to be accepted are proposed first. The control computes the goodput of
     every total number of proposed tokens, because goodput may have several maxima where step times
-    jump. The control chooses again only after several steps, because a choice takes long compared
-    with a step of a small model. While proposals slow the run down, the control rests: it proposes
-    nothing and measures nothing.
+    jump. A choice takes long compared with a step of a small model. Therefore, it is used for
+    several steps. While proposals slow the run down, the control rests: it proposes nothing and
+    measures nothing.
 
-    In a trial, the control times proposals of another length for a few steps. Trials may cost a
-    small share of the run's time. A balance holds the seconds that trials may still cost.
+    In a trial, the control times proposals of another length for a few steps. Trials may take only
+    a small share of the run's time. A balance says how many seconds trials may still take.
     """
 
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
@@ -572,8 +577,10 @@ class GoodputControl:
         self._unseen = 1  # number of steps since the last timed step, including the current step
 
     def rests(self, sequences: int) -> bool:
-        """Return whether the control rests in this step, so that nothing is proposed or timed. If
-        so, count the step as part of the rest.
+        """Return whether the control rests in this step: it neither proposes tokens nor measures
+        times.
+
+        If so, count the step as part of the rest.
         """
         load = self._loads.get(size_class(sequences))
         if load is None or load.resting == 0:
@@ -612,10 +619,10 @@ class GoodputControl:
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step that computed `rows` rows, and return what was forecast for it.
+        """Learn from a step that computed `rows` rows, and return what was forecast for the step.
 
-        `seconds` are the times of proposing and of the step itself. Return None if the step was not
-        timed, or if too little was known for a forecast.
+        `seconds` has two times: that of proposing tokens and that of the step. Return None if the
+        step was not timed, or if too little was known for a forecast.
         """
         self._survival.add(rounds)
         self._rounds += len(rounds)
@@ -658,12 +665,12 @@ class GoodputControl:
         return forecast
 
     def _account(self, step: StepShape, plain: float) -> None:
-        """Update the run's total time and the net time lost by proposals, from the steps since the
-        last timed step.
+        """Update two times with the steps since the last timed step: the run's total time, and the
+        time that proposals have cost, less the time that they saved.
 
-        The loss is computed from measured times, not from forecasts. So proposals that lose too
-        much time are stopped even if the forecasts are wrong, for example because a drafter reads
-        long prompts.
+        Both are computed from measured times, not from forecasts. So proposals that cost too much
+        time are stopped even if the forecasts are wrong, for example because a drafter reads long
+        prompts.
         """
         spent = self._seconds
         accepted = self._accepted
@@ -703,11 +710,12 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Stop proposing and timing until the balance of seconds for trials is at least 0 again.
+        """Start a rest: steps without proposals and without timing. The rest lasts until the
+        balance of seconds for trials is at least 0 again.
 
-        If proposals have lost too much time, wait until the loss is a small share of the run's
-        time. This rest has at least `load.rest` and at most `_RESTS[1]` steps. For the next rest,
-        `load.rest` is doubled, unless the acceptance is unknown.
+        If proposals have cost too much time, it also lasts until this cost is only a small share of
+        the run's time. The rest has at least `load.rest` and at most `_RESTS[1]` steps. For the
+        next rest, `load.rest` is doubled, unless the acceptance is unknown.
         """
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
@@ -772,7 +780,9 @@ class GoodputControl:
         self._next(load, verdict, step, wanted)
 
     def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
-        """Begin a trial or a rest, if one is due after lengths were chosen."""
+        """Begin a trial or a rest if one is due. This function is called each time after lengths
+        were chosen.
+        """
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
         elif self._is_stopped:
@@ -801,12 +811,11 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """Choose the total number of tokens to propose in a step, and a proposal length for a
-        trial.
+        """Choose the total number of tokens to propose in a step, and a proposal length to try.
 
-        `tokens` has, for each total number, the expected number of tokens that the step adds to all
-        texts. The trial's length was never timed, but an optimistic estimate says that it may be
-        faster. It is None if there is no such length.
+        `tokens` has, for each possible total, the expected number of tokens that the step writes
+        for all sequences together. The length to try was never timed, but may be faster according
+        to an optimistic estimate. It is None if there is no such length.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))
@@ -851,10 +860,10 @@ class GoodputControl:
     def _promising(
         self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
     ) -> int | None:
-        """Return the proposal length with the largest expected gain, among those in `lengths` that
-        were not timed yet.
+        """Return the untimed proposal length with the largest gain in speed according to an
+        optimistic estimate.
 
-        Return None if no length is expected to be faster.
+        Only `lengths` are considered. Return None if none of them promises a gain.
         """
         count = len(step.keys)
         among = _among(len(step.keys))
@@ -871,7 +880,7 @@ class GoodputControl:
         return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
 
     def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
-        """Estimate how many tokens a step writes and how long it takes.
+        """Estimate how many tokens a step writes and how long the step takes.
 
         Return None if similar steps were never timed.
         """
@@ -894,14 +903,16 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Return the key under which the times of proposing for this many sequences are stored."""
+    """Return the key of the measured times that drafters need to propose tokens for this number of
+    sequences.
+    """
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
     """Give the proposal lengths of ended sequences to new sequences.
 
-    This keeps the total number of proposed tokens about the same.
+    As a result, the total number of proposed tokens stays about the same.
     """
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}

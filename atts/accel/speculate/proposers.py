@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""After text and hint have differed, this many last tokens of the text are searched for in the
-hint. Proposals then continue after the match.
+"""Number of tokens to search for in the hint if the text has become different from the hint. They
+are the last tokens of the text. Proposals then continue after the place where they were found.
 """
 
 
 class HintProposer(Proposer):
-    """Proposes the next tokens of `Ask.hint` while the text is the same as the start of the hint.
+    """Proposes the tokens of `Ask.hint`, the caller's guess of the text.
 
-    After a difference, it searches the hint for the last tokens of the text.
+    While the text is the same as the start of the hint, the next tokens of the hint are proposed.
+    After a difference, the last tokens of the text are searched for in the hint, and the tokens
+    after them are proposed.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,9 @@ class HintProposer(Proposer):
         self._places: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose the next tokens of each request's hint, or nothing if there is no hint."""
+        """Propose the next tokens of each request's hint. For a request without a hint, propose
+        nothing.
+        """
         return [self._next(ask) if ask.hint else NOTHING for ask in asks]
 
     def ended(self, key: int) -> None:
@@ -96,7 +100,7 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the indexed text that a new request continues.
+        """Return the indexed text to which the tokens of a new request will be added.
 
         It is the latest text of the same rollout, cut before the first token that differs from the
         request.
@@ -114,8 +118,8 @@ class _Group:
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
         """Find where the last tokens of `ids` occur in the texts of the index.
 
-        Return, for each match, its length, its text and the position after it, with the longest
-        matches first.
+        Each result is a match: its length, the text, and the position after the match. The longest
+        matches come first.
         """
         earlier_places = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
@@ -221,10 +225,7 @@ def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
 
 
 class BestProposer(Proposer):
-    """Calls several proposers, the cheapest first.
-
-    If a proposal is confident enough, the remaining proposers are not called.
-    """
+    """Calls several proposers, the cheapest first, until a proposal is confident enough."""
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
         self._proposers = tuple(proposers)
@@ -233,9 +234,8 @@ class BestProposer(Proposer):
         self._chosen: dict[int, Proposer] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Return the first proposal that is confident enough, for each request.
-
-        If no proposal is, return the most confident one.
+        """Return the first proposal that is confident enough, for each request. If there is none,
+        return the proposal with the highest confidence.
         """
         best = [NOTHING] * len(asks)
         open_places = list(range(len(asks)))

@@ -1,4 +1,4 @@
-"""The choice of the drafting scheme for which the highest speed in tokens per second was measured."""
+"""The choice of the drafting scheme that was measured to be fastest, in tokens per second."""
 
 from __future__ import annotations
 

@@ -475,7 +475,9 @@ class StepShape(NamedTuple):
 
 @dataclass(slots=True)
 class _Verdict:
-    """The proposal lengths that are used in steps of one size class until lengths are chosen again."""
+    """The proposal lengths that are used in steps of one size class until lengths are chosen
+    again.
+    """
 
     until: int = 0  # number of the step at which lengths are chosen again
     period: int = _PERIODS[0]

@@ -51,14 +51,15 @@ from atts.models.stored_blocks import content_digest, unit_digests
 # differs. The input of this unit comes from stored states.
 
 OnSplit = Callable[[list[int]], None]
-"""Callback for a new division of the layers into columns: ranges of layers, each with its own cache
-slots. For each new column, it receives the index of the old column that contained it.
+"""Callback that is called when the layers are divided into new columns. A column is a range of
+layers with its own cache slots. The argument has, for each new column, the index of the old column
+that contained it.
 """
 
 
 class Lineage(NamedTuple):
-    """Names of the parts of a model's computation. Two models compute the same thing wherever their
-    names are the same.
+    """Names of the parts of a model's computation. Where two models have the same name, they
+    compute the same thing.
 
     `units` has the name of the embedding at index 0, and that of a layer's attention at index `1 +
     2 * layer`.
@@ -72,7 +73,9 @@ class Lineage(NamedTuple):
 
 
 class Relative(NamedTuple):
-    """A model with the same first layers, whose cached keys and values a sequence may read."""
+    """A model whose first layers are the same as those of a sequence's model. So the sequence may
+    read keys and values that it has cached for these layers.
+    """
 
     chain: int
     # number of first layers that have the same keys and values in both models
@@ -81,8 +84,8 @@ class Relative(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Stored inputs of one unit: one hidden state for each cache slot of the column before the
-    unit.
+    """Stored inputs of one unit. There is one hidden state for each cache slot of a column: the
+    column of the layers before the unit.
     """
 
     column: int
@@ -94,13 +97,12 @@ class Kept(NamedTuple):
 
 
 def alone(parents: list[int]) -> None:
-    """Do nothing. Loops with a single column use this function as their callback."""
+    """Do nothing. Loops whose layers all share one column use this function as their callback."""
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return how many of the first layers have the same keys and values in two models.
-
-    Also return the index of the first unit at which the models differ.
+    """Compare two models. Return how many of the first layers have the same keys and values in both
+    models, and the index of the first unit at which the models differ.
     """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
@@ -142,7 +144,7 @@ class SlotLedger(SlotAllocator):
     def lend(self, row: int, stop: int, unit: int) -> None:
         """Record that a row of the slot table reads a related model's slots up to position `stop`.
 
-        For these positions, the row's own model computes only the units from `unit` on.
+        At these positions, the row's own model computes only unit `unit` and all later units.
         """
         self.borrowed[row] = stop
         self._units[row] = unit
@@ -154,7 +156,8 @@ class SlotLedger(SlotAllocator):
         return np.where(begins < self.borrowed[rows], self._units[rows], 0)
 
     def relate(self, chains: Mapping[int, Lineage], divide: OnSplit = alone) -> None:
-        """Divide the layers into columns wherever these chains (models) differ.
+        """Divide the layers into columns. A new column starts at each layer at which two of these
+        chains (models) with the same first layers begin to differ.
 
         Then call `divide` with the index of the old column that contained each new column. All
         memory is allocated first. So the ledger does not change if there is not enough memory or
@@ -190,10 +193,10 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return the store of a unit's inputs for a new column.
+        """Return the stored inputs of a unit for a new column.
 
-        If the unit's existing store belongs to column `parent`, reuse it. Otherwise the store is
-        empty.
+        If inputs of this unit are already stored for column `parent`, they are used again.
+        Otherwise the result is an empty store.
         """
         known = self.kept.get(unit)
         size = self.num_slots + 1
@@ -209,17 +212,19 @@ class SlotLedger(SlotAllocator):
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
         """Return how many tokens at the start of a sequence can be read from a related model's
-        slots. Reading ends at the first slot without a stored hidden state.
+        slots.
+
+        Reading must end before the first slot without a stored hidden state.
         """
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Add one holder to a related model's slots in the shared layers, and allocate new slots
-        for all other layers.
+        """Let a sequence use a related model's slots in the layers that both models share, and
+        allocate new slots in all other layers.
 
-        Return all these slots: [tokens, columns].
+        Return all these slots: [tokens, columns]. Each of them gets one more holder.
         """
         return self._hold(slots[:, : self._shared(kin)])
 
@@ -266,7 +271,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Return the largest number of different slots in any column of `slots`.
+        """Count the different slots in each column of `slots`, and return the largest count.
 
         Each column has the slots of one range of layers.
         """
@@ -291,10 +296,11 @@ class SharedSlots(NamedTuple):
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Write the related model's slots of the shared layers into the sequence's row.
+        """Write slots for the sequence's first tokens into its row: the related model's slots in
+        the layers that both models share, and new slots in all other layers.
 
-        For all other layers, write new slots. At most `free` positions are filled. If they would be
-        too few to be worthwhile, none is filled.
+        At most `free` positions are filled. If they would be too few to be worthwhile, none is
+        filled.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -321,8 +327,9 @@ class KVSharing:
     def best(self, sequence: Sequence, known: int) -> SharedSlots | None:
         """Find the related model whose slots save a waiting request the most work.
 
-        Enough rows must remain to be computed, because very few rows would use another attention
-        kernel, whose results differ in the last bits.
+        The slots of the request's last tokens are not used. Otherwise only few rows would remain to
+        be computed. For few rows, another attention kernel is used, whose results differ in the
+        last bits.
         """
         best = None
         ids = tuple(sequence.ids)
@@ -337,7 +344,7 @@ class KVSharing:
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
-        """Replace a sequence's slots, from position `start` on, by related models' slots that
+        """Replace a sequence's slots, from position `start` on, by slots of related models if these
         contain the same keys and values.
         """
         ids = tuple(sequence.ids[: sequence.num_computed])
@@ -363,11 +370,11 @@ class SharingScheduler(Scheduler):
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
-        """Divide the slot table and the prefix tree into new columns: ranges of layers, each with
-        its own slots.
+        """Divide the slot table and the prefix tree into new columns. A column is a range of layers
+        with its own slots.
 
-        `parents` has the index of the old column that contained each new one. Sequences that have
-        not yet computed all borrowed positions are preempted, and admitted again later.
+        `parents` has, for each new column, the index of the old column that contained it. Sequences
+        that have not yet computed all borrowed positions are preempted, and admitted again later.
         """
         for sequence in self.running():
             if sequence.num_computed < self._ledger.borrowed[sequence.row]:
@@ -386,8 +393,8 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Return how many slots running sequences read or write, counted in the column with the
-        most such slots.
+        """Count the slots that running sequences read or write in each column, and return the
+        largest count.
         """
         running = self.running()
         if not running:
@@ -398,7 +405,8 @@ class SharingScheduler(Scheduler):
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
         """Store a sequence's computed slots in the prefix tree.
 
-        Before that, replace them by related models' slots that contain the same keys and values.
+        Before they are stored, slots of related models replace them where both contain the same
+        keys and values.
         """
         assert sequence.node is not None, (
             "a running sequence must have locked a node of the prefix tree"
@@ -431,7 +439,8 @@ class SharingScheduler(Scheduler):
     def _can_free(self, count: int) -> bool:
         """Return whether this number of slots can be freed.
 
-        A slot in the prefix tree cannot be freed while a running sequence also holds it.
+        A slot that a running sequence uses cannot be freed, even if the prefix tree contains it
+        too.
         """
         free = self._ledger.num_free
         if free >= count or free + self.tree.num_evictable < count:
@@ -523,10 +532,10 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return an array that maps each model's number to the first loaded model that computes the
-        same unit at index `unit`.
+        """Return an array that maps each model's number to the first loaded model with the same
+        unit at index `unit`.
 
-        Units with the same name compute the same thing.
+        Units are the same if they have the same name.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
         # for each name of the unit, the first model that has this name
@@ -541,7 +550,8 @@ class ManyModels(Generic[M]):
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
         """Return the hidden states as a tensor.
 
-        If the heads differ, add a column with the number of each row's model.
+        If the models have different output heads, the tensor has an additional column with the
+        number of each row's model.
         """
         if self._has_one_head:
             return torch.from_numpy(hidden)
@@ -593,9 +603,8 @@ class ManyModels(Generic[M]):
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
-        """Group rows that have the same output head.
-
-        Return a model with each head, and the indices of the head's rows.
+        """Group the rows by output head. For each head, return a model that has this head, and the
+        indices of the rows.
         """
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
         return [
@@ -615,9 +624,10 @@ class ManyModels(Generic[M]):
 
 
 class ZooLoader:
-    """Loads the models of a zoo that share one KV cache.
+    """Loads the models of a zoo that share one KV cache. A model may have at most as many layers as
+    the cache.
 
-    A model may have at most as many layers as the cache. Equal blocks share their weights.
+    A block that several models share is loaded only once.
     """
 
     def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int) -> None:
@@ -674,8 +684,8 @@ class ZooLoader:
 
 
 def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name each layer's rotary position encoding and attention window; the same name means the same
-    settings.
+    """Return a name for each layer's rotary position encoding and attention window. Layers with the
+    same name have the same settings.
     """
     return [
         f"{content_name(None, ropes[kind].frequencies, ropes[kind].scales)} {window}"
@@ -684,9 +694,10 @@ def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
 
 
 def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name the attention block and the feed-forward block of each layer of a stored model.
+    """Return two names for each layer of a stored model: that of its attention block and that of
+    its feed-forward block.
 
-    The same name means the same computation.
+    Blocks with the same name compute the same thing.
 
     :raises ZooError: the model's manifest cannot be read.
     """
@@ -700,10 +711,11 @@ def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> l
 def key_names(
     shape: ModelConfig, weights: Weights, ropes: Many[str], deltas: Many[LowRank | None]
 ) -> tuple[str, ...]:
-    """Name the parameters that determine the keys and values of each layer.
+    """Return a name for each layer, made from all parameters that determine the layer's keys and
+    values.
 
-    They are the rotation, the norms, and the rows of keys and values in the first matrix. The same
-    name means the same parameters.
+    These are the rotary encoding, the norms, and the rows of the query-key-value matrix that
+    compute keys and values. Layers with the same name have the same parameters.
     """
     # The first matrix computes queries, keys and values. The rows of the queries come first.
     query_rows = shape.num_heads * shape.head_dim
@@ -718,7 +730,7 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Return a digest of arrays and of an adapter, as their common name.
+    """Return a digest of some arrays and an adapter, which serves as their name.
 
     The same contents give the same name. An adapter that changes nothing is ignored.
     """
@@ -777,14 +789,16 @@ class ManyModelsLoop(StepLoop):
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
-"""One entry of the argument `parts` of `NativeModel.run`. Its values include a model, a range of
-the model's units and a range of rows.
+"""One entry of the argument `parts` of `NativeModel.run`. It contains, among other values, a model,
+a range of the model's units and a range of rows.
 """
 _MOST_LAYOUTS = 256
 
 
 class UnitSpan(NamedTuple):
-    """A range of units, and the groups of chains (models) that compute together in all of them."""
+    """A range of units, and groups of chains (models). In each unit of the range, the chains of a
+    group are computed together.
+    """
 
     start: int
     stop: int
@@ -792,9 +806,10 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """The rows of a step that read or store the inputs of a unit. Rows in `begun` read stored
-    inputs. Rows in `known` store their inputs. For rows in `passing`, inputs stored earlier become
-    invalid.
+    """The rows of a step for which inputs of a unit are read or stored.
+
+    Rows in `begun` read stored inputs. Rows in `known` store their inputs. For rows in `passing`,
+    inputs that were stored earlier become invalid.
     """
 
     unit: int
@@ -844,10 +859,10 @@ class _Ready(NamedTuple):
 
 
 class ChainModel(ManyModels[NativeModel]):
-    """Computes steps whose sequences belong to several models, over one cache.
+    """Computes steps whose sequences belong to several models. All these models share one cache.
 
-    Rows of models that share blocks are next to each other. So a shared block computes one
-    contiguous range of rows.
+    In a step, rows of models that share blocks are next to each other. So a shared block computes
+    one contiguous range of rows.
     """
 
     def __init__(
@@ -873,8 +888,8 @@ class ChainModel(ManyModels[NativeModel]):
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
-        """Divide the cache where the models differ, and order the models so that neighbours share
-        many units.
+        """Divide the cache into columns where the models differ, and order the models so that
+        neighbours have many units in common.
         """
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
@@ -899,8 +914,9 @@ class ChainModel(ManyModels[NativeModel]):
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`. `table` has one slot
-        table for each range of layers that has its own slots.
+        """Return the final, normed hidden states of the batch's `logit_rows`.
+
+        `table` contains several slot tables: one for each range of layers with its own slots.
         """
         ready = self._ready
         units = self._ledger.first_units(batch)
@@ -942,7 +958,8 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """Return the batch with its sequences in this order, and with the slots of all columns.
+        """Return the batch with its sequences in the given order, and with the slots of all
+        columns.
 
         Also return the new index of each logit row.
         """
@@ -1007,10 +1024,11 @@ class ChainModel(ManyModels[NativeModel]):
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
         """Decide which rows of a step read the stored inputs of a unit, and which rows store new
-        ones.
+        inputs.
 
-        A sequence whose computation begins at this unit reads stored inputs. A sequence that comes
-        from an earlier unit stores its inputs if it has many rows.
+        If this unit is the first one that a sequence computes, its rows read stored inputs. If a
+        sequence has also computed earlier units, its rows store their inputs, provided that there
+        are many of them.
         """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
@@ -1022,9 +1040,8 @@ class ChainModel(ManyModels[NativeModel]):
         )
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
-        """Read the stored inputs of a unit for the sequences that begin at the unit.
-
-        Store the inputs of other sequences that have many rows.
+        """For the sequences whose first computed unit is this one, read the stored inputs. For
+        other sequences with many rows, store their inputs.
         """
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
@@ -1103,7 +1120,8 @@ def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """Group consecutive sequences for which `mask` is true, with at most `most` rows in a group.
+    """Divide the sequences for which `mask` is true into groups of consecutive sequences with at
+    most `most` rows.
 
     Return the bounds of each group in rows, sequences and logit rows. A single sequence with more
     than `most` rows is not divided.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Instance(NamedTuple):
-    """Estimates for one server that has a block: how soon it could finish one request. All times
-    are in seconds.
+    """Estimates of the time in which one server could finish one request. The server has a block
+    that the request needs. All times are in seconds.
     """
 
     wait: float  # time until the server has finished all requests that came before this one
@@ -40,7 +40,7 @@ class Instance(NamedTuple):
 
 def dispatched(instances: Sequence[Instance]) -> int:
     """Return the index of the server with the lowest cost. If costs are equal, prefer a server that
-    has the keys and values.
+    has the request's keys and values.
 
     >>> busy, idle = Instance(0.5, 0.1, True, 0, 0, 0), Instance(0.0, 0.1, False, 0.3, 0.9, 0.01)
     >>> dispatched([busy, idle]), dispatched([busy._replace(wait=0.3), idle])
@@ -50,10 +50,10 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """A block's size and load.
+    """The size of a block, and the load that it causes.
 
-    The size is in the same unit as the free space of the servers. The load is the number of servers
-    that the block's work keeps busy.
+    The size is in the same unit as the free space of the servers. A load of 2 means that the
+    block's work keeps two servers busy.
     """
 
     bytes: float
@@ -63,13 +63,13 @@ class Demand(NamedTuple):
 def placed(
     blocks: Mapping[str, Demand], transitions: Mapping[tuple[str, str], int], rooms: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Place each block on as many servers as its work needs, and on at least one.
+    """Place each block on as many servers as its load requires, or as have enough free space.
 
-    The busiest block is placed first. Only servers with enough free space are candidates, and only
-    if their load is at most 0.5 above the lowest such load. Of the candidates, the server is chosen
-    whose blocks most often come directly before or after the new block. If space is left at the
-    end, small blocks are copied to the servers of their neighbours, so that fewer requests change
-    servers.
+    The block with the largest load is placed first. Of the servers with enough free space, those
+    are candidates whose load exceeds the lowest one by at most 0.5. Of the candidates, the server
+    is chosen whose blocks most often come directly before or after the new block. If space is left
+    at the end, small blocks are also copied to the servers of their neighbours, so that fewer
+    requests change servers.
 
     :raises ValueError: no server has room for a block.
     """
@@ -117,17 +117,19 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""Largest number of entries in `Dispatch._cached`. An entry says how many tokens of a rollout or a
-problem a replica has cached.
+"""Largest number of entries in `Dispatch._cached`. An entry is the number of tokens that one
+replica has cached for a rollout or a problem.
 """
 _FIRST = 1e-2, 1e-4
-"""Seconds per request and seconds per token that are assumed until the first finished requests give
-measured values.
+"""Assumed seconds per request and seconds per token. They are used until these times can be
+measured on finished requests.
 """
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
-    """Combine several engines on the same model into one engine. Each of them is a replica."""
+    """Combine several engines on the same model into one engine. Each of the engines becomes a
+    replica.
+    """
     # imported only here, because the rest of this module does not need the server clients
     from atts.servers import ReplicaPool
 
@@ -141,10 +143,10 @@ def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
 class Dispatch:
     """Chooses the replica of an engine that would finish a request first.
 
-    The estimate is the sum of waiting time, running time, and the time to compute tokens that are
-    not cached. The waiting time is the number of requests in the replica's loop (of all models)
-    times the mean seconds per request. Keys and values are never copied between replicas. The time
-    to send a request is ignored.
+    The estimate is the sum of three times: the time until the request starts, its running time, and
+    the time to compute tokens that are not cached. The first time is the number of requests in the
+    replica's loop (of all models) times the mean seconds per request. Keys and values are never
+    copied between replicas. The time to send a request is ignored.
     """
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
@@ -179,8 +181,8 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """Return the mean seconds per finished request and the mean seconds per token, over all
-        these engines together.
+        """Return the mean seconds per finished request and the mean seconds per token. Both are
+        means over all these engines together.
         """
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)

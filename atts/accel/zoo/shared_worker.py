@@ -43,12 +43,13 @@ class AddModel(Command):
 
 
 class SharedWorker:
-    """One engine's connection to a shared loop. The first engine to open starts the loop, and the
-    last one to close ends it.
+    """One engine's connection to a shared loop. The first engine that opens starts the loop, and
+    the last one that closes ends it.
 
     Engines share a loop if they use native kernels and have the same zoo, options, tokenizer,
-    replica number and model shape. The number of layers may differ. All other engines have a loop
-    of their own. Statistics of steps, busy time and cache cover all engines of a loop.
+    replica number and model shape. Their numbers of layers may differ, unless the layers are
+    divided into stages. All other engines have a loop of their own. Statistics of steps, busy time
+    and cache are those of the whole loop.
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
@@ -105,9 +106,8 @@ class SharedWorker:
         return self._own.open(config, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
-        """Return the largest number of layers of any model of the zoo that can join this loop.
-
-        The shared cache needs that number of layers.
+        """Return the number of layers that the shared cache needs: the largest number of layers
+        among the zoo's models that can join this loop.
         """
         depth = config.model.num_layers
         for folder in (self._zoo / MODELS).glob("[!.]*"):
@@ -130,7 +130,7 @@ class SharedWorker:
     def send(self, command: Command) -> None:
         """Send a command of this engine to the loop.
 
-        A request gets a new number that is unique in the loop.
+        A request gets another number there, which is unique in the loop.
         """
         if self._own is not None:
             self._own.send(command)
@@ -204,7 +204,7 @@ _OWN = (
     *("sampled_tokens", "scored_tokens", "prefilled_tokens", "cached_tokens"),
 )
 """Names of the fields of `LoopStats` that are counted for each engine separately. All other fields
-are those of the whole loop.
+describe the whole loop.
 """
 
 

@@ -1,5 +1,5 @@
-"""The executor that sends the rows of a step from worker to worker, each of which computes some
-ranges of layers.
+"""The executor that sends the rows (tokens) of a step to the workers in turn, each of which
+computes some ranges of layers.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from atts.local.messages import FailureReply, WorkerConfig
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
-"""Function that takes a worker's number and some slots, and returns the worker's keys and values in
-those slots.
+"""Function that takes a worker's number and an array of slots, and returns the worker's keys and
+values in these slots.
 """
 _LATEST = 0.1
-"""Weight of the newest measurement in a running mean. After each answer, the recorded minimum time
-of a message grows by 0.1 %, so that very old minima lose their effect.
+"""Weight of the newest measurement in a running mean.
+
+The smallest measured time of a message is raised by a hundredth of this value (0.1 %) after each
+answer, so that very old measurements lose their effect.
 """
 
 
@@ -63,7 +65,9 @@ class StageShare(NamedTuple):
 
 
 class StageCosts:
-    """Measured times of the workers of one range of layers: for computing, copying and messages."""
+    """Times measured on the workers of one range of layers: for computing rows, for copying keys
+    and values, and for messages.
+    """
 
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
@@ -89,10 +93,10 @@ class StageCosts:
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """Update the mean time to copy one byte, after a worker sent keys and values of `size`
-        bytes in `seconds` seconds.
+        """Update the mean time in which one byte is copied from one worker to another.
 
-        The time is doubled, because the loop must also send them to another worker.
+        `seconds` is the time in which a worker sent `size` bytes of keys and values to the loop. It
+        counts twice, because the loop must also send them to the other worker.
         """
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
@@ -111,8 +115,8 @@ class StageCosts:
 
 
 class _Sequences(NamedTuple):
-    """The sequences of one step and, for each worker, the earlier positions whose keys and values
-    it lacks.
+    """The sequences of one step. For each worker, it also says at which earlier positions the
+    worker lacks the keys and values.
     """
 
     # [sequences, 3]: for each sequence, its row in the slot table, its offset in the tables of
@@ -127,10 +131,10 @@ class _Sequences(NamedTuple):
 
 
 class KvResidency:
-    """Records which worker has the keys and values of which slots, in one stage.
+    """Records, for one range of layers, the slots whose keys and values each worker has.
 
-    It also stores the stage's input for each slot, so that any worker can compute the keys and
-    values again.
+    It also stores the hidden states that enter the range, one for each slot. From them, any worker
+    can compute the keys and values again.
     """
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
@@ -141,7 +145,9 @@ class KvResidency:
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """Store the inputs of new tokens, and record that no worker has their keys and values."""
+        """Store the hidden states of new tokens, and record that no worker has the tokens' keys and
+        values.
+        """
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots] = rows
         self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
@@ -245,12 +251,12 @@ class KvResidency:
         return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
-        """Return a batch that computes earlier positions of a sequence again.
+        """Return a batch that computes keys and values at earlier positions of a sequence again.
 
-        The positions are computed in the same groups as before, so that the results are identical
-        to the bit. If only part of a group is missing, rows whose slots are never read fill up the
-        group. `whose` has the sequence's row in the slot table, its offset in the angle tables, and
-        its model.
+        Positions that were computed together are computed together again, so that the results are
+        identical to the bit. If only some positions of such a group are missing, rows whose results
+        are never read complete the group. `whose` has three numbers: the sequence's row in the slot
+        table, its offset in the tables of rotary angles, and the number of its model.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -340,11 +346,10 @@ class LayerRange:
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the number of layers in this range as its size, and the number of workers that it
-        needs as its load.
+        """Return the size and the load of this range of layers. The size is its number of layers.
 
-        The load is the configured number of workers. It is smaller by up to almost one if the
-        workers were idle in the last `seconds` seconds.
+        The load is the configured number of workers, less the mean share of the last `seconds`
+        seconds in which they did not compute this range.
         """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
@@ -354,8 +359,8 @@ class LayerRange:
 _LOOKED_AT = 256
 """Number of steps after which the placement of ranges of layers on workers is checked again."""
 _FEWER = 0.8
-"""Ranges of layers are moved only if the number of sequences sent between workers falls to at most
-this share.
+"""Ranges of layers are moved to other workers only if this clearly reduces how often sequences
+change workers. This is the largest allowed ratio of the new frequency to the old one.
 """
 
 
@@ -408,9 +413,10 @@ class _Stop(NamedTuple):
 class StageExecutor:
     """Runs steps of one or several models whose ranges of layers are in workers.
 
-    A sequence stays in one worker for all consecutive ranges that the worker has. It may move to a
-    worker that would finish sooner, which then copies or recomputes the sequence's keys and values.
-    If a worker ends, its replacement or other workers continue its work.
+    A sequence usually stays in one worker for all consecutive ranges that the worker has. It may
+    move to another worker if that would finish sooner. The new worker then copies or recomputes the
+    sequence's keys and values. If a worker ends, its replacement or other workers continue its
+    work.
     """
 
     def __init__(
@@ -424,9 +430,9 @@ class StageExecutor:
     ) -> None:
         """Create an executor with at most `most` workers.
 
-        If `is_shared` is true, models of a zoo may share ranges of layers. If only one worker can
-        have a range, the inputs of the range are not stored, because no other worker could use
-        them.
+        If `is_shared` is true, models of a zoo may share ranges of layers. The hidden states that
+        enter a range are stored, so that another worker can recompute keys and values. They are not
+        stored if only one worker can have the range.
         """
         self._config = config
         self._build = build
@@ -534,8 +540,8 @@ class StageExecutor:
     def _placed(self) -> dict[str, list[int]]:
         """Choose workers for all ranges with `placement.placed`.
 
-        All workers get the same amount of free space: the smallest in which the configured number
-        of copies of every range fits.
+        The choice needs the free space of each worker. All workers get the same space: the smallest
+        in which the configured number of copies of every range fits.
         """
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
@@ -557,9 +563,10 @@ class StageExecutor:
             room *= 1.1
 
     def place(self) -> None:
-        """Move ranges to other workers if clearly fewer sequences would then change workers.
+        """Move ranges to other workers if sequences would then change workers clearly less often.
 
-        Then halve all counts of sequences, so that old steps lose weight.
+        Then halve the counts of earlier passages from range to range, so that old steps lose
+        weight.
         """
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
@@ -575,7 +582,9 @@ class StageExecutor:
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
         """Count how often sequences would have changed workers so far if each range had been on the
-        workers in `homes`. Every step and every pair of consecutive ranges counts separately.
+        workers in `homes`.
+
+        A sequence may change workers between any two consecutive ranges, in every step.
         """
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
@@ -662,9 +671,10 @@ class StageExecutor:
             self._fill(held)
 
     def _send(self, flight: InFlightStep) -> None:
-        """Send every entry (sequence) of a step to a worker that has the entry's next range.
+        """Send every entry (sequence) of a step to a worker that has loaded the entry's next range
+        of layers.
 
-        Entries whose range is still being loaded wait.
+        If this range is still being loaded, the entry waits.
 
         :raises EngineUnavailable: no worker could load a range.
         """
@@ -714,7 +724,9 @@ class StageExecutor:
         return shares
 
     def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
-        """Request keys and values of some slots from a worker, and measure the time."""
+        """Request the keys and values of some slots from a worker, and measure how long the answer
+        takes.
+        """
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
         held.costs.brought(gift.nbytes, perf_counter() - began)
@@ -746,11 +758,11 @@ class StageExecutor:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
-        """Yield the ranges that a worker computes in turn, each with the entries that it computes
-        there.
+        """Yield the ranges of layers that a worker computes for a step, in order. Each comes with
+        the entries (sequences) that the worker computes in this range.
 
-        An entry (sequence) leaves the worker before a range if the worker does not have the range,
-        or lacks keys and values for it.
+        An entry leaves the worker before a range if the worker has not loaded the range, or lacks
+        some of the entry's keys and values for it.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)

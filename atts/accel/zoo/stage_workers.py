@@ -1,4 +1,4 @@
-"""Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process.
+"""Workers that have loaded ranges of layers: processes, actors of a Ray cluster, or this process.
 
 A worker process runs this file as its main program. The message classes are in `stages`, so that
 the engine's process and its workers import the same classes.
@@ -35,8 +35,8 @@ _END_SECONDS = 1.0
 
 
 class Worker(Protocol):
-    """A worker that handles one message at a time. Its answer must be taken before the next message
-    is sent.
+    """A worker that handles one message at a time. Call `take` for its answer before you send the
+    next message.
     """
 
     def send(self, message: object) -> None:
@@ -152,7 +152,8 @@ class StageProcess:
 
     @staticmethod
     def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
-        """Wait until at least one worker has answered or ended, and return all workers that have.
+        """Wait until at least one of these workers has answered or ended, and return all workers
+        that have.
 
         Wait at most `seconds` seconds, or without limit if it is None.
         """
@@ -262,7 +263,9 @@ Receive = Callable[[Any], object]
 
 
 class WorkerHandle:
-    """A worker with a queue of messages. The next message is sent when the last one is answered."""
+    """A worker with a queue of messages. Each message is sent after the worker has answered the
+    previous one.
+    """
 
     def __init__(self, number: int, label: str, worker: Worker) -> None:
         self.number = number
@@ -346,8 +349,10 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return the slot-table entries of a step's sequences that the worker does not know yet.
-        From now on, count them as known.
+        """Return the slot-table entries of a step's sequences that were never sent to the worker,
+        or have changed since they were sent.
+
+        Later calls count them as sent.
         """
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)

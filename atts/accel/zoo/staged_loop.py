@@ -35,11 +35,11 @@ from atts.local.scheduler import Scheduler, SchedulerConfig
 
 
 class StagedModel(ManyModels[RangedModel]):
-    """One model in stages, whose first stage is in this process; or several models of a zoo that
-    share ranges of layers.
+    """A model whose layers are divided into stages, or several models of a zoo that share ranges of
+    layers.
 
-    In the second case, only embeddings and heads are in this process. Models do not share cached
-    prompts.
+    A single model's first stage is in this process. If there are several models, only their
+    embeddings and heads are in this process. Models do not share cached prompts.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class StagedModel(ManyModels[RangedModel]):
     ) -> None:
         """Create a model whose ranges of layers are in the workers of `line`.
 
-        `cache` is the KV cache of the `first` stage, or a cache without layers. Returned hidden
-        states have its data type and device.
+        `cache` is the KV cache of the `first` stage. If there is no such stage, it is a cache
+        without layers. Returned hidden states have the cache's data type and device.
         """
         self._line = line
         self.cache = cache
@@ -150,8 +150,10 @@ class StagedModel(ManyModels[RangedModel]):
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Return the layer indices at which the ranges of layers begin and end. The ranges have about
-    the same size. A range also ends where models of the zoo begin or stop sharing blocks.
+    """Return the indices of the layers at which ranges of layers begin or end.
+
+    The ranges have about the same size. A range also ends at each layer where models of the zoo
+    begin or cease to share blocks.
     """
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)
@@ -177,10 +179,10 @@ class StagedScheduler(Scheduler):
     """A scheduler that leaves a sequence unchanged while a step with it is in progress."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, most_steps: int) -> None:
-        """Create a scheduler with which at most `most_steps` steps are in progress at the same
+        """Create a scheduler for a loop with at most `most_steps` steps in progress at the same
         time.
 
-        Each step gets an equal part of the running sequences.
+        Each step gets about the same number of the running sequences.
         """
         super().__init__(config, tree)
         self._most_steps = most_steps
@@ -202,8 +204,8 @@ class StagedScheduler(Scheduler):
 
 
 class StagedLoop(ManyModelsLoop):
-    """A step loop that begins a step before earlier steps have ended. A sequence is changed only
-    after its step has ended.
+    """A step loop that begins a step before earlier steps have ended. While a step is in progress,
+    its sequences do not change.
     """
 
     def __init__(

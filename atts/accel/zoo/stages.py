@@ -1,4 +1,4 @@
-"""Stages of a model: the ranges of layers that workers compute, and the messages that workers
+"""Stages (the ranges of a model's layers that workers compute), and the messages that workers
 answer.
 """
 
@@ -31,11 +31,11 @@ News = tuple[Ints, Ints, SlotIds]
 
 
 class StageSetup(NamedTuple):
-    """Setup of a worker for one range of layers. All workers of a model have the same number of
-    slots and threads.
+    """The settings with which a worker loads one range of layers. All workers of a model have the
+    same number of slots and threads.
 
-    Models of a zoo may share a range. `name` then identifies their common blocks, and each model
-    adds what only it has, such as an adapter.
+    Models of a zoo may share a range. `name` then identifies their common blocks. Each model has
+    its own settings, because it may also have parts that it does not share, such as an adapter.
     """
 
     config: WorkerConfig
@@ -81,8 +81,8 @@ class StageCall(NamedTuple):
 
 
 class StageReply(NamedTuple):
-    """The answer to a `StageCall`: the hidden states after each range, or the error that stopped
-    the computation. It also has the seconds that each range took.
+    """The answer to a `StageCall`. It has the hidden states after each range of layers, or the
+    error that stopped the computation, and the seconds that each range took.
     """
 
     rows: Sequence[Floats] | Exception
@@ -90,7 +90,9 @@ class StageReply(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A request for a worker's keys and values in some slots, because another worker needs them."""
+    """A request for a worker's keys and values in some slots, because another worker needs these
+    keys and values.
+    """
 
     name: str
     slots: Ints
@@ -118,7 +120,8 @@ class StageModel:
         )
 
     def join(self, setup: StageSetup) -> None:
-        """Prepare these layers for a model that contains them. This class needs no preparation.
+        """Prepare these layers for another model that contains them. This class has nothing to
+        prepare.
 
         :raises EngineError: the model's own parts, such as its adapter, cannot be loaded.
         """

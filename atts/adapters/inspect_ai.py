@@ -26,10 +26,10 @@ from atts.errors import UsageError
 class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
     """A model of inspect_ai; each of its `generate` calls solves one problem with atts.
 
-    `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` uses this model. The
-    option `-M` takes the keys of `atts config show`, and `reply` with the value "text" or "answer".
+    Example: `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8`. With `-M`, you
+    can set every key of `atts config show`, and `reply` ("text" or "answer").
 
-    atts ignores a task's generation settings except two: the temperature, if it is above 0, and the
+    atts uses only two of a task's generation settings: the temperature, if it is above 0, and the
     token limit, which applies to each rollout. Requests with tools are refused.
     """
 
@@ -72,10 +72,8 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         await self._session.aclose()
 
     def connection_key(self) -> str:
-        """Return "atts/" plus the model's name, as the key of this model's limit on concurrent
-        requests.
-
-        inspect_ai applies one limit to all models with the same key.
+        """Return "atts/" plus the model's name. inspect_ai applies one limit on concurrent requests
+        to all models for which this method returns the same key.
         """
         return f"atts/{self.model_name}"
 
@@ -86,7 +84,7 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
 
 @solver  # type: ignore[untyped-decorator]
 def atts_solver(model: str = "embedded", **options: Any) -> Any:
-    """Return a solver that answers with atts instead of the task's model.
+    """Return a solver that answers each sample with atts instead of the task's model.
 
     `options` are the arguments of the model provider `atts`. The solver stores a description of the
     run in the sample's metadata, under "atts".

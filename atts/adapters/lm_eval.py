@@ -40,9 +40,9 @@ T = TypeVar("T")
 class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
     """A model of lm_eval; each of its generation requests solves one problem with atts.
 
-    `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` uses this model. Its
-    arguments are the keys of `atts config show`, `reply` ("text" or "answer"), and `directory`, in
-    which runs are kept and resumed.
+    Example: `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8`. Possible
+    arguments are the keys of `atts config show`, `reply` ("text" or "answer"), and `directory`. If
+    `directory` is given, runs are stored there and can be resumed.
 
     atts ignores a task's generation settings except `until` and `max_gen_toks`; the sampling
     settings are those of the atts policy. The target computes the log-likelihoods.
@@ -70,7 +70,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the name under which lm_eval caches the requests to this model."""
+        """Return the name under which lm_eval stores its cached requests to this model."""
         return f"atts/{self._name}"
 
     def apply_chat_template(
@@ -78,7 +78,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
     ) -> str:
         """Return the conversation as one question, without a chat template.
 
-        The pipeline applies each model's own chat template later.
+        Later, the pipeline applies the chat template of the draft or the target.
         """
         system, question = question_of([(row["role"], row["content"]) for row in chat_history])
         return "\n\n".join(part for part in (system, question) if part)
@@ -105,8 +105,8 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability under the target, and whether greedy decoding
-        writes the same continuation.
+        """Return two values for each continuation: its log-probability under the target, and
+        whether the target would write the same continuation with greedy decoding.
         """
         verbs = [partial(_likelihood, *request.args) for request in requests]
         return run_async(partial(self._scored, verbs))
@@ -172,10 +172,10 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Return the token ids of the context and of the continuation, split between two tokens.
+    """Return two lists of token ids: those of the context and those of the continuation.
 
-    A token that spans the boundary belongs to the continuation. The context's ids are therefore the
-    same for every continuation.
+    A token that contains characters of both belongs to the continuation. The context's ids are
+    therefore the same for every continuation.
     """
     whole = target.tokenizer.encode(context + continuation)
     alone = target.tokenizer.encode(context.rstrip())
@@ -194,7 +194,7 @@ def _cut(text: str, until: str | Sequence[str] | None) -> str:
 
 
 def main() -> None:
-    """Run `lm_eval ...` with the model `atts` registered."""
+    """Run the command line of lm_eval, in which `--model atts` is possible."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

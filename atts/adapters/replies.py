@@ -13,8 +13,8 @@ from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
 
 ReplyKind = Literal["text", "answer"]
-"""The content of a reply. "text": the whole text of a rollout whose answer won the vote. "answer":
-only the answer that won.
+"""The content of a reply. If it is "text", the reply is the full text of a rollout whose answer won
+the vote. If it is "answer", the reply is only that answer.
 """
 
 
@@ -124,7 +124,7 @@ def policy_changes(
 def _speaker(outcome: Outcome) -> Rollout:
     """Return the first rollout whose answer won the vote.
 
-    If no rollout gave this answer, return the first rollout that has a text.
+    If there is none, return the first rollout that has text.
     """
     agreeing = [
         line

@@ -65,10 +65,13 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
 class _Worker:
     """The session for new samples, and older sessions that are still generating samples.
 
-    Training changes the weights of the draft's servers, and an engine refuses a server whose
-    weights have changed. The worker then opens a new session for the new weights. The calibrator of
-    the new session starts empty, because the earlier scores belong to the earlier weights. Sessions
-    are numbered, and the metadata of each sample contain the number of its session as `weights`.
+    Training changes the weights of the draft's servers, and the engines of a session refuse a
+    server whose weights have changed. Then the worker opens a new session for the new weights. The
+    calibrator of the new session starts without scores, because the earlier scores belong to the
+    earlier weights.
+
+    Sessions are numbered. The metadata of each sample contain the number of its session as
+    `weights`.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -163,8 +166,8 @@ def _turns(prompt: str | Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 
 
 def _fill(sample: Any, rollout: Rollout) -> None:
-    """Fill a sample with the tokens of a rollout (in the draft's tokenizer), their mask and their
-    log-probabilities.
+    """Fill a sample with the tokens of a rollout, which are ids of the draft's tokenizer, with
+    their mask and with their log-probabilities.
     """
     ids: list[int] = []
     mask: list[int] = []

@@ -1,4 +1,6 @@
-"""The verifiers adapter, which offers the problems of a dataset as tasks; atts grades the replies."""
+"""The verifiers adapter, which offers the problems of a dataset as tasks; atts grades the
+replies.
+"""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportMissingTypeStubs=false
 
@@ -41,12 +43,14 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
     @property
     def key(self) -> str:
-        """Return the problem's id, which trainers use to recognise the problem."""
+        """Return the problem's id, so that trainers can recognise the problem."""
         return str(self.data.problem["id"])
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def correct(self, trace: Any) -> float:
-        """Return 1 if the answer of the last reply equals the reference, and 0 if not."""
+        """Return 1 if the last reply states an answer that is equal to the problem's reference.
+        Otherwise, return 0.
+        """
         # Comparing two answers with sympy may take seconds. It runs in a thread, so that it does
         # not block the event loop.
         grading = partial(is_correct, self.data.problem, trace.last_reply)
@@ -60,7 +64,9 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
 
 class ATTSTaskset(vf.Taskset[ATTSTask, ATTSConfig]):  # type: ignore[misc]
-    """The tasks of a dataset, one for each problem, with the prompts that a run of atts would use."""
+    """The tasks of a dataset, one for each problem, with the prompts that a run of atts would
+    use.
+    """
 
     def load(self) -> Iterator[ATTSTask]:
         """Yield a task for every problem.
@@ -83,7 +89,7 @@ class ATTSTaskset(vf.Taskset[ATTSTask, ATTSConfig]):  # type: ignore[misc]
 
 
 def is_correct(problem: dict[str, Any], reply: str) -> bool:
-    """Return whether a reply states an answer that equals the problem's reference."""
+    """Return whether a reply states an answer that is equal to the problem's reference."""
     asked = msgspec.convert(problem, Problem)
     answer = extract(reply, kind=asked.kind)
     return answer is not None and judge(asked, answer).status == "equal"

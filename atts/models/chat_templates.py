@@ -22,8 +22,8 @@ from atts.concurrency import python_command
 _SECONDS = 5.0
 _BYTES = 1 << 30
 _CHARACTERS = 4 << 20
-"""Limits of one rendering in the child process: processor time in seconds, memory in bytes, and
-length of the output in characters.
+"""Limits for the rendering of one conversation in the child process: processor time in seconds,
+memory in bytes, and length of the output in characters.
 """
 _TOO_LARGE = (
     f"the template takes more than {_BYTES >> 30} GiB of memory, or writes more than "
@@ -35,8 +35,8 @@ _MARK = "CONTINUE-FROM-HERE "
 """A string that is added to the end of an unfinished message before rendering. Its position in the
 rendered text shows where the message ends.
 
-The string ends with a space, so that atts notices if the template removes spaces at the ends of
-messages.
+The string ends with a space. If this space is missing in the rendered text, the template removes
+spaces at the ends of messages.
 """
 
 Rows = Sequence[Mapping[str, str]]
@@ -44,7 +44,7 @@ Rows = Sequence[Mapping[str, str]]
 
 
 class TemplateError(Exception):
-    """The template raised an error or exceeded a limit. The message says what happened."""
+    """The template raised an error or exceeded a limit. The message of this exception says which."""
 
 
 def render(
@@ -92,8 +92,8 @@ def _compiled(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A Jinja extension that renders the content of `{% generation %}` blocks unchanged,
-        because these blocks only mark the assistant's text.
+        """A Jinja extension for `{% generation %}` blocks. It renders their content unchanged,
+        because such a block only marks text that the assistant wrote.
         """
 
         tags = {"generation"}
@@ -123,8 +123,8 @@ def _compiled(template: str) -> Any:
 
 
 class TemplateProcess:
-    """A child process that renders templates. The process starts on first use, and again after it
-    has died.
+    """A child process that renders templates. The process is started when it is first needed, and
+    again when it is needed after it has died.
     """
 
     def __init__(self, seconds: float = _SECONDS) -> None:

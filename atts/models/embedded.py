@@ -14,10 +14,10 @@ from atts.errors import ModelLoadError, OptionError
 
 Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
-"""The names of the embedded models; they share one tokenizer."""
+"""The names of the embedded models. Both models have the same tokenizer."""
 Drafter = Literal["deep"]
-"""The name of a third embedded model, a small drafter with eight narrow layers. It proposes tokens
-for the embedded target, and has the same tokenizer as the target.
+"""The name of a third embedded model, a small one with eight narrow layers. It can propose tokens
+to the embedded target, because it has the same tokenizer.
 """
 
 _FILES = (
@@ -31,7 +31,7 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The size of an embedded model and its cost per token, which are known without loading the
+    """The size of an embedded model and its cost per token. They are known without loading the
     model.
     """
 

@@ -45,7 +45,8 @@ these classes.
 def find_tokenizer(model: str, name: str) -> Path:
     """Return the folder with a model's tokenizer.
 
-    If `model` is not a folder, it is taken as a hub id, and the tokenizer files are downloaded.
+    If `model` is not a folder, it must be the id of a model on the Hugging Face Hub. Then only the
+    tokenizer's files are downloaded.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -59,8 +60,8 @@ def find_tokenizer(model: str, name: str) -> Path:
 def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
     """Return the folder of a model.
 
-    If `model` is not a folder, it is taken as a hub id. Only the files that match the patterns in
-    `files` are then downloaded.
+    If `model` is not a folder, it must be the id of a model on the Hugging Face Hub. Then only the
+    files that match the patterns in `files` are downloaded.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -100,8 +101,10 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
-    """Return the data type in which to load a model's weights: bfloat16 if config.json names it,
-    else float32, which also represents float16 weights exactly.
+    """Return the data type in which to load a model's weights.
+
+    It is bfloat16 if config.json names this type. Otherwise it is float32, which also represents
+    float16 weights exactly.
 
     :raises ModelLoadError: config.json cannot be read.
     """
@@ -146,8 +149,8 @@ def refuse_code(folder: Path, name: str) -> None:
 
 
 def refuse_ids(folder: Path, name: str) -> None:
-    """Raise an error if a tokenizer has an impossibly high token id, because the tokenizers library
-    would allocate memory for all lower ids.
+    """Raise an error if a tokenizer has an impossibly high token id. For such an id, the tokenizers
+    library would also allocate memory for all lower ids.
 
     :raises ModelLoadError: an id is higher than in any real vocabulary.
     """
@@ -249,8 +252,9 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def weights_marks(files: Sequence[Path]) -> tuple[str, str]:
-    """Return a short and a long digest of the weights. Only samples of the files are read, because
-    the files may have many gigabytes.
+    """Return a short and a long digest of the weights.
+
+    Only samples of each file are read, because reading many gigabytes would take too long.
     """
     return _mark(files, 4, 16), _mark(files, 16, 256)
 
@@ -302,8 +306,8 @@ def shown(value: object) -> str:
 
 
 def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yield every auto_map entry in the folder's JSON files, with the name of the file that
-    contains it.
+    """Yield every entry of the `auto_map` settings in the folder's JSON files, with the name of the
+    file that contains the entry.
     """
     for path in sorted(folder.glob("*config.json")):
         for auto_map in _values_of(read_object(path, name), "auto_map"):
@@ -327,7 +331,7 @@ def _values_of(value: object, key: str) -> Iterator[Any]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """Return the weight files that an index file lists. All of them must be in the folder of the
+    """Return the weight files that an index file lists. The files must be in the same folder as the
     index.
     """
     listed = read_object(index, name).get("weight_map")

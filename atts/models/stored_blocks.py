@@ -1,5 +1,5 @@
-"""Functions that read and check the manifest of a model that is stored as blocks, in files named by
-their content's digest.
+"""Functions that read and check the manifest of a model whose weights are stored as blocks: files
+that are named after the digest of their content.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A weight file of a model that was added to a zoo: its header, which precedes the tensors, and
-    the digest of the complete file.
+    """A weight file of a model, as it was before the model was added to a zoo: its header, which
+    comes before the tensors, and the digest of the complete file.
     """
 
     name: FileName
@@ -58,7 +58,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A measurement of how much a model's output changes if some of its blocks are replaced.
+    """A measurement of how much a model's output changes when other blocks replace some of its own.
 
     The change is measured on solutions that the original model wrote.
     """
@@ -117,10 +117,10 @@ class StoredModel:
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file, with the names that the model's tensors have in this file.
+    """A safetensors file that contains tensors of a model.
 
-    `names` maps each of the model's own tensor names to the name in the file; None means that the
-    names are the same.
+    `names` maps the model's name of each tensor to its name in the file; None means that the names
+    are the same.
     """
 
     path: Path
@@ -128,8 +128,8 @@ class TensorFile(NamedTuple):
 
 
 def tensor_files(folder: Path, name: str) -> list[TensorFile]:
-    """List the safetensors files with the weights of the model in `folder`: the model's own files,
-    or the block files of its zoo.
+    """List the safetensors files with the weights of the model in `folder`. They are the model's
+    own files, or the files of its blocks in a zoo.
 
     :raises ModelLoadError: a file is missing, or its list of tensors is damaged.
     """
@@ -147,7 +147,8 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Return whether the models in two folders belong to one zoo and share a block.
+    """Return whether the models in two folders belong to one zoo and have at least one block in
+    common.
 
     If `as_deep` is true, the models must also have the same number of layers.
 
@@ -189,10 +190,10 @@ def adapter_file(folder: Path) -> TensorFile | None:
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """Check the weights of the model in `folder` against the digests in its manifest, and return
-    the manifest.
+    """Compare the weights of the model in `folder` with the digests in its manifest, and return the
+    manifest.
 
-    The result is None if there is no manifest.
+    If there is no manifest, check nothing and return None.
 
     :raises ZooError: a file is missing, or its content has changed since it was stored.
     """
@@ -291,8 +292,8 @@ def file_digest(path: Path) -> str:
 
 
 def content_digest(*parts: bytes | memoryview | mmap) -> str:
-    """Return the digest of the given bytes, joined. A block's file is named after the digest of its
-    content.
+    """Return the digest of these bytes, which are joined in the given order. A block's file is
+    named after the digest of its content.
     """
     mark = blake2b(digest_size=20)
     for part in parts:

@@ -1,5 +1,5 @@
 """Tokenizers of models, which convert strings to ids and back exactly, and a search for stop
-strings that span several tokens.
+strings that consist of several tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from atts.models.folders import (
 
 
 class ModelTokenizer:
-    """A tokenizer that decodes the parts of a text independently: decode(a + b) is decode(a)
-    followed by decode(b).
+    """A tokenizer for which decode(a + b) is always decode(a) followed by decode(b).
 
-    The only exception is a character whose bytes are split between a and b: each half decodes to a
-    replacement character.
+    There is one exception: a character whose bytes are split between a and b. Then each half
+    decodes to a replacement character.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -79,10 +78,10 @@ class ModelTokenizer:
         )
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the token ids of a conversation, up to where the assistant's turn begins.
+        """Return the token ids of a conversation, rendered with the model's chat template.
 
-        If the last message is the assistant's, the ids end inside this message, so that the model
-        can continue it.
+        The ids end where the assistant's turn begins. If the last message is the assistant's, they
+        end inside this message, so that the model can continue it.
 
         :raises UnsupportedByEngine: the model has no chat template, or its template refuses these
             messages.
@@ -141,10 +140,9 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return how many pieces at the start of `pieces` can be added before one completes a stop
-        string.
+        """Return how many of the first pieces can be added without completing a stop string.
 
-        This does not change the matcher.
+        The matcher itself does not change.
         """
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):
@@ -161,8 +159,8 @@ def _digest(value: object) -> str:
 
 
 def _open(folder: Path, name: str) -> Any:
-    """Open tokenizer.json with the tokenizers library; if the file is missing, convert an older
-    tokenizer to this format.
+    """Open tokenizer.json with the tokenizers library. If this file is missing, convert a tokenizer
+    in an older format.
     """
     path = folder / "tokenizer.json"
     is_older = any((folder / file).is_file() for file in ("tokenizer.model", "vocab.json"))
@@ -208,7 +206,7 @@ def _converted(folder: Path, name: str) -> Any:
 
 
 def _settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read tokenizer_config.json. Settings that are missing there are taken from the older file
+    """Read tokenizer_config.json. A setting that this file lacks is taken from the older file
     special_tokens_map.json.
     """
     settings = dict[str, Any]()
@@ -253,8 +251,8 @@ def _chat_template(folder: Path, settings: dict[str, Any], name: str) -> str:
 def _pieces(vocabulary: dict[str, int], state: dict[str, Any]) -> tuple[bytes, ...]:
     """Return the bytes of each token, indexed by token id.
 
-    A decoded text is the concatenation of these bytes, so stop strings are found without decoding a
-    text twice.
+    The bytes of a decoded text are those of its tokens, joined. Therefore, stop strings can be
+    searched for token by token, without decoding the text again.
     """
     kinds = _decoder_kinds(state.get("decoder"))
     pieces = [b""] * (max(vocabulary.values(), default=0) + 1)
@@ -286,7 +284,9 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_letters() -> list[str]:
-    """Return the printable characters that byte-level tokenizers write for the bytes 0 to 255."""
+    """Return the printable characters with which byte-level tokenizers represent the bytes 0 to
+    255.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     hidden = (byte for byte in range(256) if byte not in letters)

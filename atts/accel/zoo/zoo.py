@@ -62,7 +62,9 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a weight file: its data type and shape from the file's header, and its bytes."""
+    """A tensor of a weight file: its data type and shape, which come from the file's header, and
+    its bytes.
+    """
 
     kind: str
     shape: Sequence[int]
@@ -104,8 +106,8 @@ class Block:
 
 
 def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
-    """Divide the weights in a model's files into blocks, in the order in which a token passes
-    through them.
+    """Divide the weights in a model's files into blocks, in the order in which the blocks are
+    computed for a token.
     """
     places = dict[str, dict[str, tuple[str, StoredTensor]]]()
     for file in files:
@@ -123,10 +125,10 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """Return all weights of a model as one block: those in `own`, and those of its base that `own`
-    does not have.
+    """Return all weights of a model as one block. Weights that are not in `own` come from the base
+    model.
 
-    Layers of the base from `num_layers` on are left out.
+    Layers of the base from number `num_layers` on are left out.
     """
     weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
@@ -138,13 +140,13 @@ def completed(
 
 
 def whole_block(place: str, file: WeightFile) -> Block:
-    """Make one block of all tensors of a file."""
+    """Make one block that contains all tensors of a file."""
     return _block(place, {name: (name, tensor) for name, tensor in file.tensors.items()})
 
 
 def joined(file: StoredFile, tensors: Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a weight file, exactly as it was added, from its header and its
-    tensors.
+    """Yield the bytes of a weight file, made from its header and its tensors. They are the same as
+    in the file that was added.
     """
     header = file.header.encode()
     yield len(header).to_bytes(_LENGTH, "little") + header
@@ -159,8 +161,8 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """Return the place of a tensor's block, such as `layers.3.attention`, and the tensor's name in
-    the block.
+    """Return two names for a tensor: the place of the block that contains it, such as
+    `layers.3.attention`, and its name in this block.
 
     The name in the block does not contain the layer, so it is the same in every layer.
     """
@@ -181,8 +183,9 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
-    """Make a block of tensors. The block's file depends only on the tensors, so equal blocks have
-    equal files.
+    """Make a block of tensors.
+
+    Blocks with the same tensors have the same file, because nothing else is written into the file.
     """
     header = dict[str, Any]()
     end = 0
@@ -220,7 +223,7 @@ _OTHER_WEIGHTS = (
     "*.h5",
     "*.msgpack",
 )
-"""Name patterns of files with weights, in any format. All other files of a model are called its
+"""Name patterns of files with weights, in any format. The code calls all other files of a model its
 side files.
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -265,8 +268,8 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
     """Write a complete model to the new folder `whole`.
 
     Weights and other files that `folder` does not have are copied from `base`, a model of the zoo.
-    If `folder` has no weights, the model gets the base's embedding, first layers and head. The
-    number of layers is the one in the folder's configuration.
+    If `folder` has no weights, all weights come from `base`: embedding, first layers and head. The
+    folder's configuration gives the number of layers.
 
     :raises OptionError: the base is a model with an adapter.
     :raises ModelLoadError: the folder's weights are damaged.
@@ -355,9 +358,9 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """The blocks that all of these models have, and no other model has.
+    """Blocks that all models in `models` have, and no other model of the zoo has.
 
-    `below` has the parts that only some of these models share.
+    `below` has the blocks that only some of these models share.
     """
 
     models: tuple[str, ...]
@@ -397,9 +400,9 @@ class ZooContents:
 
     @property
     def saved(self) -> float:
-        """Return the fraction of bytes that the zoo saves compared with separate folders.
+        """Return the fraction of storage that the zoo saves compared with one folder per model.
 
-        It is negative if the manifests are larger than the bytes saved by shared blocks.
+        The result is negative if the zoo's manifests are larger than what shared blocks save.
         """
         return 1 - self.stored / self.apart if self.apart else 0.0
 
@@ -432,9 +435,10 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
-    """Arrange the parts of a zoo in a tree.
+    """Arrange the parts of a zoo in a tree. A part consists of the blocks that a set of models
+    shares.
 
-    The parent of a part is the smallest part whose models include all models of the child.
+    A part's parent is the smallest part that belongs to all its models and to others.
     """
     ordered = sorted(groups, key=lambda part: (-len(part.models), part.models))
     below = dict[tuple[str, ...], list[SharedPart]]()
@@ -483,12 +487,13 @@ base.
 
 
 class Zoo:
-    """A directory of models that share weights: `models/NAME/` has a model's manifest and small
-    files, and `blocks/` has the shared weights.
+    """A directory of models that share weights. `models/NAME/` has a model's manifest and small
+    files. It also has the model's weights if the model shares no block. `blocks/` has all other
+    weights.
 
-    Adding or removing a model takes effect when a folder is renamed at the end. If a process is
-    killed before the renaming, it leaves files that no model uses; the next change deletes them. A
-    lock ensures that only one process at a time changes the zoo.
+    The renaming of a folder adds or removes a model. If a process is killed before or after it,
+    files may be left that no model uses. The next change of the zoo deletes them. A lock ensures
+    that only one process at a time changes the zoo.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -633,7 +638,9 @@ class Zoo:
             return self._put(model, side_files(home), side)
 
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
-        """Return the base model that an adapter was trained on."""
+        """Return the base model of an adapter: the model `base`, or else the model that the
+        adapter's configuration names.
+        """
         if base:
             return unadapted(self.model(base), "--base")
         said = str(read_object(folder / ADAPTER_CONFIG, name).get("base_model_name_or_path") or "")
@@ -705,8 +712,8 @@ class Zoo:
                     )
 
     def _refuse_links_out(self, folder: Path) -> None:
-        """Refuse a model's folder that has a link to a file outside the zoo, because this file was
-        never added.
+        """Raise an error if a model's folder has a link to a file outside the zoo, because the
+        contents of this file were never added.
 
         :raises ZooError: the folder has a link that leads out of the zoo.
         """
@@ -723,8 +730,9 @@ class Zoo:
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
         """Find, for each block of a model, other blocks with similar parameters.
 
-        At most `most` other blocks of the same shape are returned for each place, the nearest
-        first. Their distance is at most `apart` times the norm of the model's own block.
+        For each place, at most `most` other blocks of the same shape are returned, the nearest
+        first. The distance of a block is the norm of its difference from the model's own block. It
+        is at most `apart` times the norm of the own block.
 
         :raises OptionError: the model is an adapter.
         :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
@@ -738,11 +746,11 @@ class Zoo:
     def keep(
         self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss
     ) -> StoredModel:
-        """Add a variant of a model to the zoo, in which other blocks replace some of the model's
-        own.
+        """Add a variant of a model to the zoo. In the variant, other blocks replace some of the
+        model's own.
 
-        `digests` maps the places of replaced blocks to the digests of the new ones. `loss` is the
-        measured divergence of the variant's predictions from the model's.
+        `digests` maps the places of replaced blocks to the digests of the new ones. `loss` says how
+        much the variant's predictions and accuracy differ from the model's, as measured.
 
         :raises OptionError: the name is not allowed, or another model has this name.
         :raises StorageError: the disk cannot be written; nothing has changed.
@@ -758,7 +766,8 @@ class Zoo:
             return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
-        """Return the variant of a model that diverges most, but by at most `bound` nats per token.
+        """Return the variant of a model with the largest divergence from the model that is at most
+        `bound` nats per token.
 
         :raises OptionError: no variant has such a small divergence.
         :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
@@ -840,10 +849,10 @@ class Zoo:
             return None
 
     def _separate(self, model: StoredModel) -> None:
-        """Divide a model that is stored as files into blocks.
+        """Store a model's weights as blocks if they are still stored as files.
 
-        The blocks are written first, and the model's files are deleted last. So an interruption
-        loses nothing.
+        The blocks are written first, and the model's files are deleted last. Therefore, nothing is
+        lost if the process is interrupted.
         """
         if not model.is_whole:
             return
@@ -923,7 +932,9 @@ class Zoo:
 
 @contextmanager
 def _made(folder: Path) -> Generator[Path, None, None]:
-    """Yield a temporary folder. At the end, rename it to `folder`; after an error, delete it."""
+    """Yield a temporary folder for the caller to fill. Then rename the folder to `folder`, or
+    delete it if there was an error.
+    """
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
         try:
@@ -940,7 +951,7 @@ _KINDS = ("embedding", "attention", "mlp", "head")
 
 @dataclass(frozen=True, slots=True)
 class BlockSimilarity:
-    """The similarity of a model's block at `place` to another block of the same shape."""
+    """Measures of how similar a model's block at `place` is to another block of the same shape."""
 
     place: str
     digest: str  # digest of the similar block
@@ -957,7 +968,8 @@ def likenesses(
     """Find, for each block of a model, other blocks with similar parameters.
 
     All blocks of the model are in memory at once, as float32. Other blocks are read one at a time.
-    `limits` has the largest number of results per place, and the largest relative distance.
+    `limits` has the largest number of results per place, and the largest distance relative to the
+    norm of the model's block.
     """
     own_blocks = {
         block.digest: _read(zoo, block.digest)
@@ -1011,10 +1023,10 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Compare two arrays of the same size.
+    """Compare two arrays of the same size. Return their distance and the cosine of the angle
+    between them.
 
-    Return the norm of their difference, divided by the norm of the first array, and the cosine of
-    the angle between them.
+    The distance is the norm of their difference, divided by the norm of the first array.
     """
     length = float(mine.norm())
     other = float(theirs.norm())
@@ -1038,8 +1050,8 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """Yield a temporary folder with a copy of a model in which other blocks of the zoo replace some
-    of its own.
+    """Yield a temporary folder with a copy of a model. In the copy, other blocks of the zoo replace
+    some of the model's own.
 
     The model must be stored as blocks.
     """
@@ -1059,8 +1071,8 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """Difference between two models' predictions of the next token, over some positions of some
-    texts.
+    """A measurement of how much two models' predictions of the next token differ, at some positions
+    of some texts.
     """
 
     tokens: int  # number of text positions at which the predictions were compared
@@ -1073,8 +1085,8 @@ def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) ->
     """Measure the divergence from the model in folder `one` to the model in folder `other`, in
     float32.
 
-    Each text is a pair: its token ids, and the number of given tokens at its start. Only the
-    predictions of later tokens are compared.
+    Each text is a pair: its token ids, and the length of the prompt at its start. Predictions are
+    compared only for the tokens after the prompt.
 
     :raises ModelLoadError: the weights of one of the models cannot be used.
     """

@@ -44,7 +44,7 @@ Rows = Sequence[Mapping[str, str]]
 
 
 class TemplateError(Exception):
-    """The template raised an error or exceeded a limit. The message of this exception says which."""
+    """The template raised an error or exceeded a limit. The exception's message says which."""
 
 
 def render(

@@ -343,8 +343,8 @@ class Survival:
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Limit the memory for the counts of single sequences: if there are too many, keep only
-        those of `keys`. The total counts over all sequences stay the same.
+        """Delete the counts of single sequences except those of `keys`, if there are too many of
+        these counts. The total counts over all sequences stay the same.
         """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}

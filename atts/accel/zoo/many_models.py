@@ -102,7 +102,7 @@ def alone(parents: list[int]) -> None:
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
     """Compare two models. Return how many of the first layers have the same keys and values in both
-    models, and the index of the first unit at which the models differ.
+    models. Also return the index of the first unit at which the models differ.
     """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
@@ -1040,8 +1040,8 @@ class ChainModel(ManyModels[NativeModel]):
         )
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
-        """For the sequences whose first computed unit is this one, read the stored inputs. For
-        other sequences with many rows, store their inputs.
+        """Read the stored inputs for all sequences whose first computed unit is this one. Store the
+        inputs of other sequences if they have many rows.
         """
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]

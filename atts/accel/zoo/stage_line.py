@@ -45,8 +45,8 @@ values in these slots.
 _LATEST = 0.1
 """Weight of the newest measurement in a running mean.
 
-The smallest measured time of a message is raised by a hundredth of this value (0.1 %) after each
-answer, so that very old measurements lose their effect.
+After each answer, the smallest measured time of a message is raised by a hundredth of this value
+(0.1 %). So very old measurements lose their effect.
 """
 
 
@@ -761,8 +761,8 @@ class StageExecutor:
         """Yield the ranges of layers that a worker computes for a step, in order. Each comes with
         the entries (sequences) that the worker computes in this range.
 
-        An entry leaves the worker before a range if the worker has not loaded the range, or lacks
-        some of the entry's keys and values for it.
+        An entry leaves the worker before a range that the worker has not loaded. It also leaves if
+        the worker lacks some of its keys and values for the range.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)

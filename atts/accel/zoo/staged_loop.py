@@ -153,7 +153,7 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
     """Return the indices of the layers at which ranges of layers begin or end.
 
     The ranges have about the same size. A range also ends at each layer where models of the zoo
-    begin or cease to share blocks.
+    begin or stop sharing blocks.
     """
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)

@@ -491,8 +491,9 @@ class Zoo:
     files. It also has the model's weights if the model shares no block. `blocks/` has all other
     weights.
 
-    The renaming of a folder adds or removes a model. If a process is killed before or after it,
-    files may be left that no model uses. The next change of the zoo deletes them. A lock ensures
+    A model is added or removed at the moment when its folder is renamed. If a process is killed
+    before or after that moment, files may be left that no model uses. The next change of the zoo
+    deletes them. A lock ensures
     that only one process at a time changes the zoo.
     """
 
@@ -731,8 +732,8 @@ class Zoo:
         """Find, for each block of a model, other blocks with similar parameters.
 
         For each place, at most `most` other blocks of the same shape are returned, the nearest
-        first. The distance of a block is the norm of its difference from the model's own block. It
-        is at most `apart` times the norm of the own block.
+        first. The distance between a block and the model's own block is the norm of their
+        difference. It is at most `apart` times the norm of the own block.
 
         :raises OptionError: the model is an adapter.
         :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.

@@ -1,6 +1,6 @@
-"""Accelerators of the local engine, which change its speed but not its output.
+"""Accelerators of the local engine that change only its speed: speculation, stages and zoos.
 
-Speculation, overlap and stages are set by options. A zoo stores models that share blocks:
+Options set speculation and stages. A zoo stores models that share blocks:
 
     zoo = Zoo(Path("zoo"))
     zoo.add("base", Path("models/base"))  # a block that the zoo already has is not stored again

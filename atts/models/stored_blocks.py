@@ -1,5 +1,5 @@
-"""Functions that read and check the manifest of a model whose weights are stored as blocks: files
-that are named after the digest of their content.
+"""Functions that read and check the manifest of a model stored as blocks: files that are named
+after their content's digest.
 """
 
 from __future__ import annotations

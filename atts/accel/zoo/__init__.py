@@ -1,3 +1,3 @@
-"""BlockLLM: models that share blocks, which are parts of their weights; a shared block is stored
-once, and computed once for all models.
+"""BlockLLM: models that share blocks; a shared block is stored once, and computed once for all
+models.
 """

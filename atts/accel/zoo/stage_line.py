@@ -1,5 +1,5 @@
-"""The executor that sends the rows (tokens) of a step to the workers in turn, each of which
-computes some ranges of layers.
+"""The executor that sends the rows of a step to workers in turn, each of which computes some ranges
+of layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Accelerators of the local engine that change only its speed: speculation, stages and zoos.
+"""Accelerators of the local engine that do not change its output: speculation, stages and zoos.
 
 Options set speculation and stages. A zoo stores models that share blocks:
 

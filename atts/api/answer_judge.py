@@ -55,8 +55,8 @@ async def judge_unscored(
 ) -> list[GradedRecord]:
     """Let the judge model grade the unscored records, and return all records in their order.
 
-    The model's verdicts have the rule `judged`. A record stays unscored if the model is unsure. A
-    record without an answer or a reference is not sent to the model.
+    A verdict from the model names "judged" as its rule. A record stays unscored if the model is
+    unsure. A record without an answer or a reference is not sent to the model.
     """
     everything = list(records)
     if not any(_is_open(record) for record in everything):

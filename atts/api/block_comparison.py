@@ -1,5 +1,5 @@
-"""Replace blocks of a zoo's model by similar blocks, and measure the loss that each replacement
-causes.
+"""Replace blocks of a model by similar blocks from the same zoo (a store of models), and measure
+the loss that each replacement causes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from atts.run import RunResult
 
 _POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
 _ROOM = 2
-"""The token limit of a changed model is this many times the length of the original model's longest
-text.
+"""The token limit of a changed model, as a multiple of the token count of the original model's
+longest answer.
 """
 
 
@@ -35,7 +35,7 @@ class MeasuredPair:
 
 @dataclass(frozen=True, slots=True)
 class ComparedBlocks:
-    """The candidates to replace blocks of a model, each measured alone.
+    """The possible replacements of blocks of a model, with the loss that each one causes alone.
 
     `kept` is the loss of the changed model that was stored, or None if no changed model was stored.
     """
@@ -56,17 +56,18 @@ def compare_blocks(
     keep: str | None = None,
     tell: Callable[[MeasuredPair], None] | None = None,
 ) -> ComparedBlocks:
-    """Replace blocks of a zoo's model by similar blocks, one at a time, and measure how much the
-    model changes.
+    """Replace blocks of a model by similar blocks from the same zoo, one at a time, and measure how
+    much the model changes.
 
-    At each position, atts tries the `most` blocks whose parameters are nearest, if their relative
-    distance is at most `apart` (about 1.4 for unrelated blocks). Each changed model is compared
-    with the original model in two ways: by the next-token distributions on the original's greedy
-    answers to `problems`, and by the correctness of its own answers.
+    For each block of the model, atts tries the `most` blocks with the nearest parameters, if their
+    relative distance is at most `apart`. The relative distance of unrelated blocks is about 1.4.
+    Each changed model is compared with the original model in two ways: by the next-token
+    distributions on the original's greedy answers to `problems`, and by the correctness of its own
+    answers.
 
-    With `keep`, a changed model is stored under that name. Its replaced blocks together diverge
-    from the original by at most `lossy` nats per token. "zoo:DIR/NAME?lossy=..." opens the stored
-    model.
+    With `keep`, atts combines several of the replacements and stores the changed model under that
+    name. This model diverges from the original by at most `lossy` nats per token. If no replacement
+    is that close, no model is stored. "zoo:DIR/NAME?lossy=..." opens the stored model.
 
     :raises OptionError: the model is an adapter, or a model with the name in `keep` exists.
     :raises DatasetError: the problems cannot be read.
@@ -118,7 +119,7 @@ class _Reference:
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
     def loss(self, chosen: Sequence[BlockSimilarity]) -> Loss:
-        """Replace some of the model's blocks by all these blocks together, and measure the loss."""
+        """Measure the loss of the model after all `chosen` replacements are made together."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
         with substituted(
@@ -143,11 +144,12 @@ class _Reference:
     def within(
         self, measured: Sequence[MeasuredPair], bound: float
     ) -> tuple[list[BlockSimilarity], Loss] | None:
-        """Choose replacement blocks whose joint loss is within the bound, and return them with this
+        """Choose replacement blocks whose joint loss is at most `bound`, and return them with this
         loss; None if there are none.
 
-        First, the best block at each position is chosen if its loss alone is within the bound. Then
-        the blocks with the largest losses are dropped until the joint loss is within the bound.
+        At first, every position gets its best block, unless this block's loss alone is above the
+        bound. Then the block with the largest loss is dropped, again and again, until the joint
+        loss is within the bound.
         """
         best = dict[str, BlockSimilarity]()
         for pair in sorted(measured, key=lambda pair: pair.loss.nats):

@@ -113,10 +113,10 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
     """Compare the second run with the first, problem by problem. A run is a directory, a JSONL file
     of results, or a result.
 
-    If `points` is given, a sequential test also reads the problems one by one, in an order drawn by
-    `seed`. The field `sequential` has the number of problems after which this test shows a
-    difference. If `points` is above 0, the test may also show that the difference is less than
-    `points`.
+    If `points` is given, a sequential test also reads the problems one by one, in a random order
+    that depends on `seed`. The field `sequential` has the number of problems after which this test
+    shows a difference. If `points` is above 0, the test may also show that the difference is less
+    than `points`.
 
     :raises JournalError: a directory contains no run, or its run cannot be read.
     :raises DatasetError: a file contains no results, or the two runs have no graded problem in
@@ -511,8 +511,8 @@ def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:
-    """Rebuild a run's calibrator in its state at the end of the run; for a merged run, merge the
-    calibrators of the parts.
+    """Rebuild a run's calibrator in its state at the end of the run. For a merged run, rebuild the
+    calibrator of each of its shards, and merge these calibrators.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: the method of the run has no calibrator, or the calibrators

@@ -284,7 +284,7 @@ class Job:
 
     @property
     def comparison(self) -> dict[str, Any]:
-        """Return the arguments of `evaluate` for a comparison of this run with an earlier one."""
+        """Return the arguments that make `evaluate` compare this run with an earlier one."""
         return {"compare_to": self.compare_to, "stop_when": self.stop_when}
 
     def load(self) -> Dataset:
@@ -539,7 +539,9 @@ def _prompts_of_files(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
-    """Return the pair's prompt settings for this benchmark, or an empty mapping if it has none."""
+    """Return the pair's prompt settings for this benchmark, or an empty mapping if the pair has no
+    such settings.
+    """
     from atts.evaluators import find_benchmark
 
     if not pair.prompts:
@@ -573,8 +575,8 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return a default value, with its origin, for each token limit that is not set. The values are
-    the default token limits of the models.
+    """Return a default value, with its origin, for each token or turn limit that is not set. The
+    default token limits are those of the models.
     """
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)

@@ -71,11 +71,11 @@ def build_engine(
     """Build an engine from its address without opening it; if `name` is an engine, return it
     unchanged.
 
-    Models of this machine are "embedded", "scripted", "hf:Qwen/Qwen3-1.7B" and "hf:./folder".
+    Models on this machine are "embedded", "scripted", "hf:Qwen/Qwen3-1.7B" and "hf:./folder".
     "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`). With "?lossy=0.01",
-    atts may use a replacement that `atts zoo compare` stored, if its loss is at most 0.01 nats per
-    token. The loss is logged as a warning. "?replicas=2" loads the model into two processes, and
-    "?stages=2" divides its layers between two processes.
+    atts instead loads a replacement of this model that `atts zoo compare` stored. The replacement's
+    loss is at most 0.01 nats per token, and is logged as a warning. "?replicas=2" loads the model
+    into two processes, and "?stages=2" divides its layers between two processes.
 
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat
     API as "openai:https://host/v1/Model", or "server:..." to detect the kind of server. Several
@@ -85,11 +85,10 @@ def build_engine(
     "ray:" before any of these addresses runs the engine in the actors of a Ray cluster:
     "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.servers.RayOptions`).
 
-    With `chat`, a model of this machine without a chat template is refused before it is loaded.
-    `lent` names a draft model that proposes tokens to a model of this machine, if the two models
-    are compatible (`atts.accel.accelerated`). `demand` is the load that a run puts on a model on a
-    GPU. atts waits `give_up_after` seconds for a lost server, unless the server's address sets
-    another time.
+    If `chat` is true, a local model without a chat template is refused before it is loaded. `lent`
+    names a draft model that proposes tokens to a local model, if the two models are compatible
+    (`atts.accel.accelerated`). `demand` is the load that a run puts on a model on a GPU. atts waits
+    `give_up_after` seconds for a lost server, unless the server's address sets another time.
 
     :raises OptionError: if the address names no engine, or has an unknown setting.
     :raises UnsupportedByEngine: if the model's folder has no chat template.
@@ -565,8 +564,8 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
 
 
 def score_warnings(policy: Policy) -> Iterator[str]:
-    """Yield a warning if a speculative score is not the probability of acceptance at the
-    temperatures of a policy.
+    """Yield a warning if the score kind is "speculative" and a sampling temperature is not 1. The
+    score is then not the probability that speculative sampling accepts the draft's tokens.
 
     The score is computed from raw log-probabilities, because servers return only raw
     log-probabilities for a given text.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.local import EngineShare
 
 PAIR = "pair "
-"""The prefix of the origin of a value that a pair sets; the pair's name follows."""
+"""The origin of a value that a pair sets is this prefix, followed by the pair's name."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
@@ -57,7 +57,7 @@ class PairChoice:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One row of the paper's table.
+    """The published results of a pair on one benchmark: a row of the main table of the ATTS paper.
 
     `accuracy` is the share of problems with a correct answer in any of 16 samples, as graded by a
     model.
@@ -339,8 +339,8 @@ def _alone(
 def _placed(
     draft: ModelSize, target: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> tuple[GpuShare, GpuShare] | None:
-    """Place both models; the draft gets a separate card if the target leaves one free, or else a
-    share of the last card.
+    """Place both models. The draft gets a separate card if the target leaves one free; otherwise it
+    shares the last card with the target.
     """
     # Sizes in this function are in gigabytes, but `cache` and `tokens` are numbers of tokens. Each
     # KV cache must hold at least one full context.
@@ -383,8 +383,8 @@ def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
 
 
 def run_tokens(max_tokens: int) -> int:
-    """Return the token count of a rollout of full length with its problem, rounded up to a multiple
-    of 1024.
+    """Return the largest number of tokens that a rollout and its problem may have together, rounded
+    up to a multiple of 1024.
     """
     return 1024 * math.ceil((max_tokens + 2048) / 1024)
 

@@ -172,8 +172,8 @@ def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterato
 
 
 def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | None:
-    """Return the earlier run with the most rollouts; runs on the same dataset are preferred to all
-    others.
+    """Return the earlier run with the most rollouts. If some earlier runs have the same dataset,
+    choose among these runs only.
     """
     dataset = _without_slice(configuration["dataset"])
     return max(
@@ -454,8 +454,8 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     """Yield a check for each kind of card: whether the method's models fit, and each server's share
     of memory.
 
-    A kind of card that this machine lacks gives a warning at best, because the servers may run on
-    another machine.
+    For servers, a kind of card that this machine lacks gives a warning if the models fit on it,
+    because the servers may run on another machine. If the models do not fit, the check fails.
     """
     if pair is None or not pair.size("target").layers:
         return
@@ -489,8 +489,8 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
 
 
 def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
-    """Return a warning for a machine without GPUs, which names the cards on which the models would
-    fit.
+    """Return a warning that this machine has no GPU. The warning names the cards on which the
+    models would fit.
     """
     setup = configuration.setup()
     tokens = setup.run_policy.bounds().max_tokens

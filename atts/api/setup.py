@@ -300,8 +300,8 @@ class Setup:
 
     @property
     def in_flight(self) -> tuple[int, int]:
-        """Return the number of concurrent rollouts, and the token count of a rollout of full length
-        with its problem.
+        """Return the number of concurrent rollouts, and the largest number of tokens that a rollout
+        and its problem may have together.
         """
         return self.concurrency, run_tokens(self.run_policy.bounds().max_tokens)
 
@@ -324,8 +324,8 @@ class Setup:
         return self.rate_scope == "marginal" and bool(lengths or not len(self.stored))
 
     def informed(self) -> Setup:
-        """Return the setup with the scores that are shipped with its models, if it has no other
-        calibration scores.
+        """Return the setup with the scores that are shipped with its models. If the setup already
+        has a gate, stored scores or a warm-up, or if no such scores fit it, return it unchanged.
 
         Single questions need these scores. A run over a dataset soon has enough scores of its own.
         """
@@ -337,8 +337,8 @@ class Setup:
 
     @property
     def _shipped(self) -> StoredScores | None:
-        """Return the scores that are shipped with the models, or None if they were made under other
-        conditions.
+        """Return the scores that are shipped with the embedded pair, or None if this setup has other
+        models or other conditions.
         """
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
@@ -478,7 +478,7 @@ class Setup:
         """Make a new gate and its calibrator.
 
         :raises OptionError: the method or rate scope is unknown, the method lacks a setting that it
-            needs, or its gate cannot enforce the cap.
+            needs, or its gate cannot enforce the setting `cap`.
         :raises CalibrationInputError: the stored scores are not valid scores.
         """
         chosen = preset(self.method)

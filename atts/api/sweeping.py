@@ -71,7 +71,7 @@ _FIXED = (
 """
 
 _NOT_OF_COINS = ("method", "by_length", "score.kind", *GATE_SETTINGS)
-"""Keys that affect which chunks other methods escalate, but that the method coin does not use."""
+"""Keys that change which chunks a method escalates, but have no effect on the method coin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the results and are the same in all runs of the
+        """Return the settings that determine the results and do not vary between the runs of the
         sweep's grid.
         """
         made = self.points[-1].configuration
@@ -590,8 +590,10 @@ def _first_arms(rate: float) -> list[_Planned]:
 
 
 def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
-    """Return arms that combine the best score with another takeover or rate, each with a coin arm
-    to compare with. The result is empty if no score helps.
+    """Return arms that use the best score with takeover "continue", with half the rate, and with
+    twice the rate; each has a coin arm to compare with.
+
+    The result is empty if no score is significantly better than its coin arm.
     """
     helpful = [row for row in report.rows if row.helps and row.arm.name in SCORES]
     if not helpful:

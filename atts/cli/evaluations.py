@@ -368,8 +368,8 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return how many problems have scores that look unlike the stored scores, with a reason.
-    Return "" if there are none.
+    """Return how many problems have scores that look unlike the stored scores, with the reason for
+    the first of them. Return "" if there are none.
     """
     doubted = [one for one in result.problems if one.doubt]
     if not doubted:

@@ -192,7 +192,7 @@ class StopWhen:
     """The votes of an earlier run, and the rule that ends this run once a comparison with those
     votes is decided.
 
-    The order of the problems must not depend on the votes. A random order drawn with a seed is
+    The order of the problems must not depend on the votes. A random order with a fixed seed is
     suitable.
     """
 
@@ -208,9 +208,9 @@ class StopWhen:
 class SequentialComparison:
     """A comparison with an earlier run, updated after each problem in the order of the dataset.
 
-    Problems with short solutions end first, which would bias the test. So a problem counts only
-    once all problems before it have ended. A failed problem delays all problems after it, until a
-    later session has solved it.
+    Problems with short solutions end first, which would bias the test. So the test uses a problem
+    only after all problems before it in the dataset have ended. A failed problem delays all
+    problems after it, until a later session has solved it.
     """
 
     def __init__(
@@ -388,8 +388,8 @@ class Listener(Protocol):
 
 
 CLOSING_SECONDS = 60.0
-"""The largest number of seconds that a run waits at its end until its listeners have sent their
-data.
+"""The largest number of seconds that a run waits at its end, so that its listeners can send their
+last data.
 """
 
 _log = logging.getLogger("atts.run")
@@ -485,7 +485,7 @@ class EscalationCounter:
         self.unscored = 0
 
     def count(self, decision: Decision, escalated: bool) -> None:
-        """Count a judged chunk; `escalated` says whether it was really escalated."""
+        """Count a judged chunk; `escalated` says whether the gate escalated it."""
         num_escalated, num_judged = self._counts.get(decision.question, (0, 0))
         self._counts[decision.question] = (num_escalated + escalated, num_judged + 1)
         self.unscored += decision.origin == "forced"
@@ -721,8 +721,8 @@ class Recorder:
         self._left.count(decision)
 
     def observed(self, decision: Decision, escalated: bool) -> None:
-        """Record whether a judged chunk was really escalated. If no other event came after the
-        decision, both are written to one journal line.
+        """Record whether the gate escalated a judged chunk. If no other event came after the gate's
+        decision, write the decision and this outcome to one journal line.
         """
         self._escalations.count(decision, escalated)
         event = self._decided
@@ -811,8 +811,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record this session's turns up to index `end`, so that they replace those of an earlier
-        session. Begin at the first recorded turn that this session did not repeat.
+        """Record this session's turns before index `end`, so that they replace those of an earlier
+        session. Begin at the first turn that differs from the earlier session's turn.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)
@@ -828,7 +828,8 @@ def _timeless(turn: Turn) -> str:
     """Return a string for comparing turns of different sessions. The string leaves out two fields
     of the decision that may differ between sessions: `issue` and `origin`.
 
-    Strings are compared, and not turns, because a rate may be NaN.
+    Strings are compared, and not turns, because a turn may contain NaN, and NaN is not equal to
+    NaN.
     """
     plain = replace(turn.decision, issue=None, origin="gate") if turn.decision else None
     return repr(replace(turn, decision=plain))
@@ -837,7 +838,7 @@ def _timeless(turn: Turn) -> str:
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
     """The recorded results of one problem's engine and gate calls, and the recorder for new calls.
-    Repeated calls get the recorded results.
+    A call that was recorded gets its recorded result when it is repeated.
     """
 
     recorder: Recorder
@@ -944,8 +945,10 @@ class RecordedGate:
 
 
 class RecordedRoundGate:
-    """A gate that ranks whole rounds, and returns recorded decisions where they exist. The real
-    gate still ranks every round, because its rounding errors carry over to the next round.
+    """A gate that decides about whole rounds, and returns recorded decisions where they exist.
+
+    The real gate still ranks the chunks of every round, because it carries each round's rounding
+    error over to the next round of the same problem.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
@@ -972,7 +975,7 @@ class RecordedRoundGate:
 
 def replay_event(gate: Gate, event: Decided | Observed) -> None:
     """Repeat one recorded call of a gate. After all recorded calls have been repeated in order, the
-    gate has the same state as in the earlier session.
+    gate has the same state as at the end of the earlier session.
     """
     decision = event.decision
     if isinstance(event, Observed):
@@ -1034,8 +1037,9 @@ def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
 class Deadlines:
     """The deadlines of all calls in flight from a run to one engine.
 
-    An engine that processes all its calls together in steps may let a call wait for long. As long
-    as it takes steps, this wait is not a fault, so the deadline is measured from the latest step.
+    An engine that processes all its calls together in steps may leave a call waiting for a long
+    time. This is not a fault as long as the engine takes steps, so the deadline is measured from
+    the latest step.
     """
 
     def __init__(self, engine: Engine, seconds: float) -> None:
@@ -1086,11 +1090,11 @@ class EngineCalls:
         _ask_in_time       sets the deadline and checks the reply
         _record            records the reply before the slot is given back
 
-    So a pipeline is plain code without these concerns. After a crash it runs again from the start.
-    Every recorded call then returns its recorded result at once, so no work is repeated.
+    So a pipeline needs no code for these tasks. After a crash, the pipeline runs again from the
+    start. Every recorded call then returns its recorded result at once, so no work is repeated.
 
-    Without a `scope`, the task graph does not limit the calls. Without a `log`, they are neither
-    recorded nor counted against caps. The caller opens and closes the given engine; the engine's
+    Without a `scope`, the task graph does not limit the calls. Without a `log`, the calls are
+    neither recorded nor counted against caps. The caller opens and closes the given engine; the engine's
     spec must not change in between.
 
     :raises BadReply: in `sample` and `score`: the reply contradicts itself or the request.
@@ -1210,8 +1214,8 @@ class EngineCalls:
     async def _ask_within_caps(
         self, account: Account, log: ProblemLog, call: _Call[Request, Result]
     ) -> Result:
-        """Make the call within the caps: reserve its largest possible spending before, and charge
-        its real spending afterwards.
+        """Make the call within the run's spending caps. Its largest possible spending is reserved
+        before the call, and its real spending is charged after the call.
 
         A call that waits for room in the caps does not count as in flight. A call that fails or is
         cancelled is charged its largest possible spending.
@@ -1469,8 +1473,8 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     """Check that there is one log-probability per suffix token, and that none is above 0; -inf is
     allowed.
 
-    :raises BadReply: the number of log-probabilities is wrong, or a log-probability or the drawn
-        tokens are impossible.
+    :raises BadReply: the number of log-probabilities is wrong, or a log-probability is
+        impossible, or the tokens that were sampled while scoring are impossible.
     """
     logprobs = scores.logprobs
     if len(logprobs) != len(request.suffix):
@@ -1508,13 +1512,13 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
 
 
 class SharingEngine(EngineAround):
-    """An open engine that shares replies between the runs of a sweep or of a pilot. It may answer
-    a request with a reply that another run received.
+    """An open engine that shares replies between the runs of a sweep or of a pilot. It may answer a
+    request with a reply that another run received.
 
-    Seeds depend on the run's seed, the problem, the sample and the turn. So if two runs send the
-    same request to the same model, they would get the same reply anyway. If a server is not
-    deterministic, the shared reply is still a sample from the model's distribution. So only the
-    request decides whether a reply may be reused.
+    Seeds depend on the run's seed, the problem, the sample and the turn. So two runs that send the
+    same request to the same model would get the same reply anyway. If a server is not
+    deterministic, the shared reply is still a sample from the model's distribution. So a stored
+    reply may be reused for every request with the same content.
     """
 
     def __init__(self, engine: Engine, role: Role, replies: SharedReplies, run: str) -> None:

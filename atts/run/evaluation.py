@@ -1,5 +1,5 @@
-"""The run of an evaluation, from dataset to result; it can be resumed, and its memory depends only
-on the problems in flight.
+"""The run of an evaluation, from dataset to result; a run with a journal can be resumed, and keeps
+only the rollouts of unfinished problems in memory.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ class RunSpec:
             )
 
     def resolved(self) -> RunSpec:
-        """Return the plan with its default lengths cut to the shorter context length of the two
-        engines. The engines must be open.
+        """Return the plan with its default token limits reduced to the shorter context length of
+        the two engines. The engines must be open.
         """
         if self.policy_for_context is None:
             return self
@@ -538,8 +538,8 @@ async def _journal(
     escalations: EscalationCounter,
     left: RunLengthEstimate,
 ) -> AsyncGenerator[Journal | None, None]:
-    """Open the journal, and bring the state of the run, the gate and the listeners up to date with
-    its events.
+    """Open the journal, and apply its events to the state of the run, to the gate and to the
+    listeners.
     """
     if options.directory is None:
         yield None
@@ -720,8 +720,8 @@ class _Run:
             self._recorder.record(Warned("interrupted", text))
 
     async def _end_when_spent(self, account: Account) -> None:
-        """Wait until the time is up, or until a cap refuses a call and no call is in flight. Then
-        end the run in the way that `on_limit` chooses.
+        """Wait until the run's time limit is reached, or until a spending cap refuses a call and no
+        call is in flight. Then end the run in the way that `on_limit` chooses.
         """
         limit = await account.exhausted(self._state.seconds)
         self._limit = limit
@@ -759,8 +759,8 @@ class _Run:
         return line
 
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
-        """Run the pipeline on a problem. If the pipeline fails, return an outcome with the status
-        "failed", unless every other problem would fail in the same way.
+        """Run the pipeline on a problem. If the pipeline raises an error, return an outcome with
+        the status "failed". Raise the error only if every other problem would fail in the same way.
         """
         try:
             outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)

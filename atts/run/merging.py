@@ -203,8 +203,8 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
 
 
 def _neutral(manifest: Manifest) -> Manifest:
-    """Return the manifest without its dataset digest and its shard and merge settings. Merged runs
-    may differ in them.
+    """Return the manifest without its dataset digest and its shard and merge settings, because only
+    these may differ between runs that are merged.
     """
     configuration = {
         name: setting

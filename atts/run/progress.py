@@ -153,7 +153,7 @@ class _Throughput:
 
     @property
     def window(self) -> float:
-        """Return how many past seconds the speed is measured over."""
+        """Return the length, in seconds, of the past period in which the speed is measured."""
         return max(WINDOW_SECONDS, self.longest)
 
 
@@ -369,8 +369,9 @@ class Progress:
     def _left(self, now: float) -> float | None:
         """Estimate the remaining seconds of the run; return None while too few rollouts have ended.
 
-        Rollouts in flight count as partly done work. With only the ended rollouts, the first
-        estimates would be many times too long, because the first rollouts of a run all end late.
+        Rollouts in flight count as partly done work. If only ended rollouts counted, the first
+        estimates would be many times too long, because at first many rollouts run and few have
+        ended.
         """
         total = self._begun.problems
         durations = self._durations

@@ -162,8 +162,8 @@ _ADVICE_TO_LABEL = (
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """A certified threshold on the agreement of votes, and the manifest of the labelled run from
-    which it comes.
+    """A certified threshold on the agreement of votes, and the manifest of the labelled run that
+    certified it.
     """
 
     found: Abstention
@@ -237,7 +237,7 @@ def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answe
 
 
 def _settings(manifest: Manifest) -> dict[str, Json]:
-    """Return the settings on which the votes depend, without the dataset."""
+    """Return the settings that affect the votes, without the dataset."""
     return {name: value for name, value in manifest.decisive() if not name.startswith(_OWN)}
 
 
@@ -392,8 +392,8 @@ class RunResult:
     def coarse_chunks(self) -> str:
         """Return a warning if rollouts consist of very few judged chunks on average, otherwise "".
 
-        With chunks this long, an escalation rewrites most of a solution, so that the gate in effect
-        decides about whole rollouts.
+        Such chunks are so long that one escalation rewrites most of a solution. The gate then in
+        effect decides about whole rollouts.
         """
         rollouts = sum(len(problem.complete_samples) for problem in self.problems)
         judged = sum(problem.judged for problem in self.problems)
@@ -527,8 +527,7 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """Return how many rollouts were cut at each limit before they gave an answer.
-
+        """Return how many rollouts were cut at each token or turn limit before they gave an answer.
         Its `warning` is "" unless many rollouts were cut.
         """
         return truncation(self.problems, self.manifest)

@@ -374,8 +374,8 @@ class RunDescription:
 
 
 Point = tuple[int, Mapping[str, float]]
-"""A point: the number of finished problems (the step), and the run's metrics after them, keyed by
-name.
+"""A point: the number of problems finished so far (the step), and the metrics at this moment, keyed
+by name.
 """
 
 
@@ -614,7 +614,7 @@ class TrackedRun(Background):
 
     def remember(self, event: Event) -> None:
         """Add an event of an earlier session to the totals, without sending a point. The tracker
-        already has its points, or gets the totals when the run begins.
+        already has that session's points, or gets the totals when the run begins.
         """
         self._totals.add(event)
 

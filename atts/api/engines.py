@@ -515,11 +515,11 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     themselves, and every cut costs another request. Base models continue after an answer, so their
     chunks stay short.
 
-    A model counts as a reasoning model if its chat template has marks for reasoning. The template
-    is read from the model's folder, or from the folder of the tokenizer that a server's address
-    names. Without a template, a model counts as a reasoning model unless its name says that it
-    answers directly. A limit that is too low makes rollouts useless, but a limit that is too high
-    costs nothing.
+    A model counts as a reasoning model if its chat template has reasoning markers, such as "think>".
+    The template is read from the model's folder, or from the folder of the tokenizer that a
+    server's address names. Without a template, a model counts as a reasoning model unless its name
+    says that it answers directly. This is the safe choice: a limit that is too low makes rollouts
+    useless, but a limit that is too high costs nothing.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)

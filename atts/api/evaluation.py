@@ -328,7 +328,7 @@ def check_resumes(
     settings.
 
     Only settings that are known without an engine are compared here. The journal compares all
-    settings once the engines are open.
+    settings after the engines have opened.
 
     :raises FingerprintError: a setting differs; the message has each such setting with its stored
         and its new value.

@@ -159,8 +159,8 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
 
 
 def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterator[str]:
-    """Yield the accuracy differences that the run can detect, estimated from the graded rollouts of
-    an earlier run.
+    """Yield the differences in accuracy that the run can detect, estimated from the graded rollouts
+    of an earlier run.
     """
     past = _best_past(configuration, setup.roles)
     split = None if past is None else variance_split(past.correct)
@@ -296,7 +296,9 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
 
 
 def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterator[_Past]:
-    """Yield earlier runs with the same models and method, including finished problems of this run."""
+    """Yield the costs of earlier runs with the same models and method. If this run already has
+    finished problems, it counts as an earlier run.
+    """
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")}
     for folder in sorted({*folders, configuration.directory}):
         finished = _finished(folder)

@@ -86,7 +86,7 @@ class LoadAdvice:
 
 @dataclass(frozen=True, slots=True)
 class TuneAdvice:
-    """Advice on a server's speculation, with the measurements on which the advice is based."""
+    """Advice on a server's speculation, with the measurements that support it."""
 
     method: str
     # For each position in a proposal: the acceptance rate of its token, if all earlier tokens were
@@ -135,8 +135,8 @@ class TuneAdvice:
         return tuple(found)
 
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """Return the ranges of loads in which speculation saves time, each as its first load, last
-        load and number of tokens to propose.
+        """Return the ranges of loads in which speculation saves time. Each range has its first
+        load, its last load, and the number of tokens to propose.
         """
         ranges = list[tuple[int, int, int]]()
         before = 0
@@ -237,7 +237,9 @@ def _request(
 
 
 def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> TuneAdvice:
-    """Choose, for each load, the number of proposed tokens with the most tokens per second.
+    """Choose, for each load, the number of proposed tokens with the highest predicted speed in
+    tokens per second. The number is 0 unless speculation is predicted to be at least 3 % faster
+    than no speculation.
 
     The cost of a step is assumed to depend only on its number of rows: one row for each request,
     and one row for each proposed token.

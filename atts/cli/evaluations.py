@@ -317,7 +317,7 @@ def _answered_by(result: RunResult) -> str:
 
 def _leaning(result: RunResult) -> str:
     """Return a warning that pass@1 is biased, because it leaves out the rollouts that were
-    cancelled once the vote was settled. Return "" if no rollout was cancelled.
+    cancelled after the vote was settled. Return "" if no rollout was cancelled.
     """
     spared = sum(
         sample.verdict == "spared" for problem in result.problems for sample in problem.samples

@@ -37,8 +37,8 @@ async def progress_display(
 ) -> AsyncGenerator[None, None]:
     """Show the progress of a run on `stream` (by default stderr) during the block, and at its end.
 
-    Once the run has a directory, `progress.json` in the directory is replaced atomically every
-    second.
+    As soon as the run has a directory, `progress.json` in the directory is replaced atomically
+    every second.
     """
     with _display(progress, sys.stderr if stream is None else stream) as refresh:
         async with concurrency.background(_follow, refresh, progress):

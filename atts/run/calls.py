@@ -189,8 +189,8 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """The votes of an earlier run, and the rule that ends this run once a comparison with those
-    votes is decided.
+    """The votes of an earlier run, and the rule that ends this run as soon as a comparison with
+    those votes is decided.
 
     The order of the problems must not depend on the votes. A random order with a fixed seed is
     suitable.
@@ -525,10 +525,10 @@ class RunLengthEstimate(RunLength):
     """An estimate of how many gate decisions a run still has to make, from the number of decisions
     in each rollout so far.
 
-    The number of rollouts is known in advance. The estimate first finds, for each n, the fraction
-    of rollouts that made another decision after n decisions. Products of these fractions are the
-    Kaplan-Meier estimate of the distribution of a rollout's length. When a problem finishes, all of
-    its rollouts end.
+    For each n, the estimate finds the fraction of rollouts that made another decision after n
+    decisions. Products of these fractions are the Kaplan-Meier estimate of the distribution of the
+    number of decisions per rollout. When a problem finishes, all of its rollouts end. The estimate
+    needs the total number of rollouts.
 
     Recent rollouts have more weight: if problems are sorted by difficulty, future rollouts resemble
     the recent ones.
@@ -1127,13 +1127,13 @@ class EngineCalls:
         self._recorded_turns: set[tuple[int, int]] | None = None
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample a completion from the engine, once the engine has room for the call."""
+        """Wait until the engine has room for the call, then sample a completion from the engine."""
         key = request_key(self._role, request)
         call = _Call(self._role, request, key, self._engine.sample, check_completion)
         return await self._admit(call, request.seed.turn, len(request.ids) + request.max_tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix with the engine, once the engine has room for the call."""
+        """Wait until the engine has room for the call, then score the suffix with the engine."""
         key = request_key(self._role, request)
         call = _Call("score", request, key, self._engine.score, check_scores)
         tokens = len(request.prefix) + len(request.suffix)

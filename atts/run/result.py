@@ -151,8 +151,8 @@ _OWN = (
     "dataset",
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
-"""Names of the settings in which a run may differ from the labelled run, because they do not affect
-the votes.
+"""Names of the settings that may differ between a run and its labelled run, because they do not
+affect the votes.
 """
 _ADVICE_TO_LABEL = (
     "Start a labelled run with the settings of this run, or give this run the settings of the "

@@ -337,7 +337,7 @@ def _exporting_provider() -> Any:
 
 
 FILE = "trackers.json"
-"""Name of the file in a run directory that contains the ids by which trackers know the run."""
+"""Name of the file, in a run directory, that contains the run's id in each tracker."""
 PROJECT = "atts"
 """Default name of the project or experiment in a tracker."""
 # needed because each tracker of a run writes this file from its own thread

@@ -61,9 +61,9 @@ def compare_blocks(
 
     For each block of the model, atts tries the `most` blocks with the nearest parameters, if their
     relative distance is at most `apart`. The relative distance of unrelated blocks is about 1.4.
-    Each changed model is compared with the original model in two ways: by the next-token
-    distributions on the original's greedy answers to `problems`, and by the correctness of its own
-    answers.
+    Each changed model is compared with the original model in two ways. One is the divergence of the
+    next-token distributions on the original's greedy answers to `problems`. The other is the
+    correctness of the changed model's own answers.
 
     With `keep`, atts combines several of the replacements and stores the changed model under that
     name. This model diverges from the original by at most `lossy` nats per token. If no replacement

@@ -515,7 +515,7 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     themselves, and every cut costs another request. Base models continue after an answer, so their
     chunks stay short.
 
-    A model counts as a reasoning model if its chat template has reasoning markers, such as "think>".
+    A model counts as a reasoning model if its chat template has reasoning markers such as "think>".
     The template is read from the model's folder, or from the folder of the tokenizer that a
     server's address names. Without a template, a model counts as a reasoning model unless its name
     says that it answers directly. This is the safe choice: a limit that is too low makes rollouts

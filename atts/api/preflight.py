@@ -456,8 +456,8 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     """Yield a check for each kind of card: whether the method's models fit, and each server's share
     of memory.
 
-    For servers, a kind of card that this machine lacks gives a warning if the models fit on it,
-    because the servers may run on another machine. If the models do not fit, the check fails.
+    If this machine does not have a kind of card, its check warns instead of passing, because the
+    servers may run on another machine.
     """
     if pair is None or not pair.size("target").layers:
         return

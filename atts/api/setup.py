@@ -337,8 +337,8 @@ class Setup:
 
     @property
     def _shipped(self) -> StoredScores | None:
-        """Return the scores that are shipped with the embedded pair, or None if this setup has other
-        models or other conditions.
+        """Return the scores that are shipped with the embedded pair, or None if this setup has
+        other models or other conditions.
         """
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None

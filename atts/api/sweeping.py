@@ -591,9 +591,10 @@ def _first_arms(rate: float) -> list[_Planned]:
 
 def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
     """Return arms that use the best score with takeover "continue", with half the rate, and with
-    twice the rate; each has a coin arm to compare with.
+    twice the rate.
 
-    The result is empty if no score is significantly better than its coin arm.
+    Each of these arms has a coin arm to compare with. The result is empty if no score is
+    significantly better than its coin arm.
     """
     helpful = [row for row in report.rows if row.helps and row.arm.name in SCORES]
     if not helpful:

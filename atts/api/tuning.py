@@ -241,8 +241,8 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
     tokens per second. The number is 0 unless speculation is predicted to be at least 3 % faster
     than no speculation.
 
-    The cost of a step is assumed to depend only on its number of rows: one row for each request,
-    and one row for each proposed token.
+    The duration of a step is assumed to depend only on its number of rows: one row for each request
+    and each proposed token.
     """
     costs = StepCosts(wanders=False)
     survival = Survival(most)

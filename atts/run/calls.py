@@ -947,8 +947,8 @@ class RecordedGate:
 class RecordedRoundGate:
     """A gate that decides about whole rounds, and returns recorded decisions where they exist.
 
-    The real gate still ranks the chunks of every round, because it carries each round's rounding
-    error over to the next round of the same problem.
+    The real gate still ranks the chunks of every round. It must do so, because it carries each
+    round's rounding error over to the problem's next round.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
@@ -1094,8 +1094,8 @@ class EngineCalls:
     start. Every recorded call then returns its recorded result at once, so no work is repeated.
 
     Without a `scope`, the task graph does not limit the calls. Without a `log`, the calls are
-    neither recorded nor counted against caps. The caller opens and closes the given engine; the engine's
-    spec must not change in between.
+    neither recorded nor counted against caps. The caller opens and closes the given engine; the
+    engine's spec must not change in between.
 
     :raises BadReply: in `sample` and `score`: the reply contradicts itself or the request.
     :raises EngineTimeout: in the same methods: the reply did not come in time.

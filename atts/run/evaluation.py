@@ -1,5 +1,5 @@
-"""The run of an evaluation, from dataset to result; a run with a journal can be resumed, and keeps
-only the rollouts of unfinished problems in memory.
+"""The run of an evaluation, from dataset to result; a journal makes it resumable, and only the
+rollouts of unfinished problems then stay in memory.
 """
 
 from __future__ import annotations

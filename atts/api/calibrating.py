@@ -260,7 +260,7 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
     """Check that a method would have written the recorded chunks and would have scored them in the
     same way.
 
-    :raises OptionError: the method is unknown, or changes more than which chunks escalate.
+    :raises OptionError: the method is unknown, or would have written or scored other chunks.
     """
     usual = Policy()
     changes = {**preset(recorded).changes, **preset(method).changes}

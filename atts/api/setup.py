@@ -350,8 +350,8 @@ class Setup:
         return scores
 
     def policy_within(self, context: int) -> Policy:
-        """Return the policy for models with this context length. Token limits that the user set are
-        not cut to it.
+        """Return the policy for models with this context length. Default token limits and those of
+        a pair are reduced to it; limits that the user set are not.
         """
         policy = self._policy
         budget = self.budget

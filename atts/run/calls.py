@@ -1341,8 +1341,8 @@ class EngineCalls:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the token limit of the same request in an earlier session: the largest recorded
-        one, up to `request.max_tokens`. All other fields must be the same.
+        """Find requests of an earlier session that differ from this one at most in a smaller token
+        limit, and return the largest of their token limits.
 
         The result is 0 if no such request was recorded, or if recorded replies are not returned at
         once. Reading the limit does not remove the record, which later answers the call itself.

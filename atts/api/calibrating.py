@@ -260,7 +260,8 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
     """Check that a method would have written the recorded chunks and would have scored them in the
     same way.
 
-    :raises OptionError: the method is unknown, or would have written or scored other chunks.
+    :raises OptionError: the method is unknown, would have written other chunks, or would have
+        scored the chunks in another way.
     """
     usual = Policy()
     changes = {**preset(recorded).changes, **preset(method).changes}

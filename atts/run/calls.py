@@ -1341,8 +1341,8 @@ class EngineCalls:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Find requests of an earlier session that differ from this one at most in a smaller token
-        limit, and return the largest of their token limits.
+        """Find this request, with the same or a smaller token limit, among an earlier session's
+        requests. Return the largest of the recorded token limits.
 
         The result is 0 if no such request was recorded, or if recorded replies are not returned at
         once. Reading the limit does not remove the record, which later answers the call itself.

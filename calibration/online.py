@@ -314,7 +314,9 @@ class Calibrator(Persisted):
         wants_target = rate >= 1 or (rate > 0 and p > 1 - rate)
         action: Action = "escalate" if wants_target else "accept"
         origin: Origin = "gate"
-        why = f"p-value {p:.4f} {'>' if wants_target else '<='} {1 - rate:.4f}"
+        # The controller's rate may leave [0, 1]; a threshold for p-values may not.
+        threshold = min(1.0, max(0.0, 1 - rate))
+        why = f"p-value {p:.4f} {'>' if wants_target else '<='} {threshold:.4f}"
         if wants_target and self._is_cap_reached():
             action = "accept"
             origin = "budget"

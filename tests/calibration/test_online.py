@@ -86,6 +86,24 @@ def test_a_decision_records_what_an_audit_needs(mode: Mode) -> None:
     assert decision.why
 
 
+def test_a_reason_prints_a_threshold_that_a_p_value_can_reach() -> None:
+    """The reason of a decision prints a threshold from 0 to 1 and compares the p-value with it, even
+    if the controller's rate is below 0 or above 1.
+    """
+    calibrator = fresh("aci")
+    printed: list[float] = []
+    for place in range(900):
+        score = 1.0 if place < 600 else 10.0 + place
+        decision = calibrator.decide(score, "q", 0, place, left=1 - place / 900)
+        p, sign, threshold = decision.why.removeprefix("p-value ").split(" ")[:3]
+        assert sign == (">" if decision.action == "escalate" else "<=")
+        assert 0 <= float(threshold) <= 1
+        assert float(p) >= float(threshold) if sign == ">" else float(p) <= float(threshold)
+        printed.append(float(threshold))
+        calibrator.observe(replace(decision, action="accept"))
+    assert 0.0 in printed
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rate_zero_escalates_nothing_and_rate_one_everything(mode: Mode) -> None:
     """At rate 0 the worst scores are accepted too, and at rate 1 the best scores are escalated too."""

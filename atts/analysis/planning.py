@@ -460,8 +460,8 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """Return a rollout's answer class and whether its answer is correct, with at most `turns` turns
-    per rollout.
+    """Return a rollout's answer class, and whether its answer is correct, if at most `turns` turns
+    per rollout are allowed.
 
     A rollout that needs more turns has no answer and counts as wrong.
     """
@@ -500,13 +500,13 @@ RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class UntriedRate:
-    """Estimates for a rate that no run has used, from a replay in which the gate decides again on
-    the recorded scores.
+    """Estimates for a rate that no run has used. They come from a replay in which the gate decides
+    again on the recorded scores.
 
-    The answer of a rollout is known only if all of its decisions are the same as in the record.
-    `low` is the accuracy of the vote if all unknown answers are the same wrong answer. `high` is
-    the accuracy if all unknown answers are correct. The target's tokens are estimated from the mean
-    number of tokens per recorded takeover.
+    The answer of a rollout is known only if all of its decisions in the replay are the same as in
+    the record. `low` is the accuracy of the vote if all unknown answers are the same wrong answer.
+    `high` is the accuracy of the vote if all unknown answers are correct. The target's tokens are
+    estimated from the mean number of tokens per recorded takeover.
     """
 
     rate: float

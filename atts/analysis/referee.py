@@ -144,7 +144,9 @@ def _is_likely(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _settled(votes: tuple[int, ...], left: int) -> float:
-    """Return the probability that the leading answer still leads after `left` more rollouts."""
+    """Return the probability that the answer with the most votes still has the most votes after
+    `left` more rollouts.
+    """
     names = tuple(map(str, range(len(votes))))
     return settled_probability(Tally(names, tuple(map(float, votes)), votes), left)
 
@@ -192,10 +194,8 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Return whether the votes agree enough to stop.
-
-    Their entropy must be small compared with the entropy of the same number of votes for different
-    answers.
+    """Return True if the votes agree enough to stop: their entropy is small compared with the
+    entropy of as many votes that are all for different answers.
     """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
@@ -298,11 +298,12 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
 
 
 def deepconf_online(score: str) -> StoppingRule:
-    """Return the rule that ignores votes of rollouts less confident than most of the first
-    rollouts.
+    """Return the rule that leaves out the votes of rollouts whose confidence is lower than that of
+    most of the first rollouts.
 
-    The rule stops when one answer has nearly all of the weight. Its cost is an upper bound: ignored
-    rollouts are counted in full, but the original method stops them early.
+    The rule stops when one answer has nearly all of the weight. Its cost is an upper bound: the
+    tokens of the left-out rollouts are counted in full, but the original method stops these
+    rollouts early.
     """
 
     def play(arrivals: Arrivals) -> Taken:
@@ -810,11 +811,12 @@ def _mean_number(values: Floats, most: float) -> Estimate:
 
 
 def _problems_for_a_point(means: Sequence[_Mean]) -> int:
-    """Return how many problems are needed to detect that a rule is 1 percentage point worse than
-    the vote of all rollouts.
+    """Return how many problems are needed to detect that a rule's accuracy is 1 percentage point
+    lower than that of the vote of all rollouts.
 
     The variance of a single order of arrival is used, because a real run has only one order per
-    problem. If a rule that loses 1 % of the problems has a larger variance, that variance is used.
+    problem. It is raised to the variance of a rule that loses 1 % of the problems, if it is
+    smaller.
     """
     difference = float(np.mean([one.difference for one in means]))
     square = float(np.mean([one.square for one in means]))

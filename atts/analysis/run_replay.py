@@ -825,7 +825,7 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
 
 def _without_estimates(side: ReplaySide) -> ReplaySide:
     """Remove the estimates that are not valid if a decision changed: the interval of the rate, and
-    the token counts.
+    all token counts.
     """
     rate = replace(side.rate, low=math.nan, high=math.nan, method="count of recorded chunks")
     return replace(

@@ -274,8 +274,8 @@ def save_run_set(directory: Path, held: RunSet) -> None:
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""Settings along which a curve can be drawn, because a larger value lets the same models use more
-tokens.
+"""Settings that are preferred for the horizontal order of a curve: with a larger value, the same
+models can use more tokens.
 """
 
 
@@ -520,11 +520,11 @@ def _contrasts(
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Return True if a baseline can be compared with a point: each setting of the baseline has the
-    same value for the point, with some exceptions.
+    """Return True if a baseline can be compared with a point, because both have the same values of
+    the settings that matter for the comparison.
 
-    The method may differ. A coin may also have another number of samples, because single rollouts
-    are compared; other baselines may differ in all `LENGTHS`.
+    The method may differ. A coin may also have another number of samples than the point, because
+    single rollouts are compared. Other baselines may differ from the point in all `LENGTHS`.
     """
     is_coin = reference.values.get("method") == "coin"
     apart = ("method", "samples") if is_coin else ("method", *LENGTHS)

@@ -95,8 +95,8 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """The options of an export; `pairs` is the largest number of preference pairs per problem,
-    which are drawn at random by `seed`.
+    """The options of an export. `pairs` is the largest number of preference pairs per problem;
+    `seed` determines which pairs are sampled.
 
     :raises OptionError: an unknown choice, or no pairs.
     """
@@ -398,8 +398,8 @@ def _verifiers(
 
 
 def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
-    """Yield one record with the tokens of each rollout, and one record for each of the draft's
-    texts that the target replaced.
+    """Yield one record per rollout with its tokens, and one record per draft text that the target
+    replaced.
 
     The mask of a token is 1 if the draft wrote the token and the log-probabilities of both models
     are known.

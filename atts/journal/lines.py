@@ -724,8 +724,8 @@ class LineReader:
                 yield entry if part is event else replace(entry, event=part)
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Return whether the line can be skipped because none of its events must be decoded. If so,
-        also count it as read.
+        """Return True if the line can be skipped because none of its events must be decoded. In
+        this case, also count the line as read.
         """
         kinds = self._kinds
         if kinds is None or self.number == 0:

@@ -425,19 +425,19 @@ class OpenProblem:
 
     def _settle(self, hint: str) -> None:
         """Move a rollout's failed calls to its recorded calls, because the rollout has continued
-        after them. `hint` is the `rollout` value of these calls.
+        after these failures. `hint` is the `rollout` value of the calls.
         """
         for failure in self._failures.pop(hint, ()):
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """Yield the gate's decision and whether its chunk was escalated, if the event completes a
-    decision. Most events yield nothing.
+    """Yield a decision and whether it escalated, if the event completes a decision. Most events
+    yield nothing.
 
     If the gate judges single chunks, an `Observed` event completes the decision, and says whether
-    the chunk was really escalated. If the gate judges whole rounds, the `Decided` event says so
-    itself.
+    the chunk was really escalated. If the gate judges whole rounds, the `Decided` event completes
+    the decision.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated

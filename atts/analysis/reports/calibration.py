@@ -166,8 +166,8 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the number that the report shows first: how much better the score finds chunks of
-    wrong rollouts than random escalation (a coin).
+    """Return the number that the report shows first: the share of chunks in wrong rollouts that the
+    score escalates, minus the share that random escalation (a coin) would escalate.
     """
     what = (
         "gain over a coin (random escalation): share of the chunks in wrong rollouts that the "
@@ -183,8 +183,8 @@ def _gain(labelled: LabelledScores | None) -> ShownNumber:
 
 
 def _auroc(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the AUROC of the score, which measures how well it separates wrong from correct
-    rollouts of a question.
+    """Return the AUROC of the score, which measures how well the score separates wrong from correct
+    rollouts of the same question.
     """
     what = "AUROC of the score within questions; random scores would give 0.5"
     if labelled is None:

@@ -272,8 +272,8 @@ _MOST_DOTS = 1000  # largest number of dots in the chart of questions
 def _by_question(control: RateControl) -> Chart:
     """Draw one dot per question, ordered by realised rate.
 
-    A dot has another colour if coins at the nominal rate would rarely give this question's rate.
-    With very many questions, only every n-th question has a dot.
+    A dot has another colour if a coin with the nominal rate would rarely give the realised rate of
+    its question. With very many questions, only every n-th question has a dot.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
     # If there are more questions, only every n-th question gets a dot. This does not change the
@@ -733,8 +733,8 @@ def _labels(
 def _places(
     own: tuple[float, float], dots: Sequence[tuple[float, float]]
 ) -> Sequence[tuple[int, int]]:
-    """Return the offsets to try for a label, best first; offsets to the left are first if all
-    nearby points are to the right.
+    """Return the offsets to try for a label, best first. If all nearby points are to the right,
+    offsets to the left are first.
     """
     close = [
         dot

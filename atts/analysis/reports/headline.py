@@ -60,9 +60,10 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
-    """Return the share of problems that were answered, and the share of wrong answers among them.
+    """Return the share of problems that have an answer, and the share of wrong answers among the
+    graded answers.
 
-    The result is empty if the run cannot abstain.
+    The result is empty if the run's method always answers.
     """
     promise = data.run.setting("abstain")
     if promise is None:
@@ -447,7 +448,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
 
 
 def _own(data: RunData) -> Iterator[Caveat]:
-    """Yield the warnings that the run recorded, at most one warning of each kind."""
+    """Yield the warnings that the run recorded as caveats, one caveat for each kind of warning."""
     counts = Counter(warned.code for warned in data.warned)
     first = {warned.code: warned for warned in reversed(data.warned)}
     for code, count in counts.items():
@@ -485,8 +486,8 @@ def headline(
 
 
 def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
-    """Yield the run's gain over each coin run that it is compared with. The gain measures how much
-    the score helps.
+    """Yield the gain of this run over each run with random escalation (a coin) that it is compared
+    with. The gain measures how much the score helps.
     """
     for other in baselines:
         if other.method == "coin":

@@ -152,7 +152,7 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
     """Return a note that a repeated run may write other tokens because engines computed in
-    bfloat16; "" if none did.
+    bfloat16. Return "" if no engine did.
     """
     rounding = [
         role for role, engine in engines.items() if str(engine.get("dtype", "")) == "bfloat16"
@@ -229,10 +229,11 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """Repeat a gate's steps with a calibrator of this mode, and compare its decisions with the
-    record.
+    """Let a calibrator of this mode decide on a gate's recorded steps, and compare its decisions
+    with the recorded ones.
 
-    A merged run is repeated part by part, because each part had its own calibrator.
+    The parts of a merged run get separate calibrators, because each part had its own calibrator
+    when it was recorded.
     """
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
@@ -418,8 +419,8 @@ def _banded(
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
-    """Return the root mean square distance from the nominal rate that chance alone would cause in
-    groups of these sizes.
+    """Return the root mean square difference from the nominal rate that chance alone would cause in
+    the realised rates of groups of these sizes.
 
     Each decision is assumed to be an independent coin with the nominal rate.
     """
@@ -484,8 +485,8 @@ def _drift(columns: _Columns) -> DriftTest | None:
     among earlier questions.
 
     Questions are ranked instead of chunks, because the scores of a question are correlated. If the
-    questions are exchangeable, the martingale's capital ever reaches 1 / level with probability at
-    most `level`.
+    questions are exchangeable, the probability that the martingale's capital ever reaches 1 /
+    `level` is at most `level`.
     """
     first = dict[str, list[float]]()
     for place, nonconformity in zip(columns.judged, columns.bad, strict=True):

@@ -120,7 +120,7 @@ def page(template: str, scripts: Sequence[str], **values: Any) -> str:
 
 
 def filled(template: str, **values: Any) -> str:
-    """Replace the names in a template by values."""
+    """Render a template with these values."""
     return _environment().get_template(template).render(**values)
 
 
@@ -243,7 +243,7 @@ def _png(drawer: tuple[str, str], text: str) -> bytes:
 
 
 def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[str]:
-    """Return the command line with which a program converts an SVG to a PNG."""
+    """Return the arguments with which the program `name` converts an SVG file to a PNG file."""
     if name == "rsvg-convert":
         return [f"--zoom={_SCALE}", f"--output={out}", str(source)]
     if name == "resvg":

@@ -96,11 +96,11 @@ class Pages:
         self._packed[outcome.problem.id] = packed
 
     def shown(self, problems: Sequence[tuple[str, bool]]) -> Collection[str]:
-        """Return the names of the problems to list. `problems` has pairs: a name, and whether
-        readers look for such a problem first.
+        """Return the names of the problems to list. `problems` has pairs of a problem's name and
+        whether readers look for this problem first.
 
-        If there are more than `MOST` problems, only problems with a page are listed, beginning with
-        those that readers look for first.
+        If there are more than `MOST` problems, only problems with a page are listed. The first of
+        them are those that readers look for first.
         """
         names = [name for name, _ in problems]
         if len(problems) <= MOST:
@@ -115,8 +115,8 @@ class Pages:
 
 
 def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
-    """Return whether readers look for this problem first: it is not correct, or one of its rollouts
-    has a flag.
+    """Return True if readers look for this problem first, because it is not correct or one of its
+    rollouts has a flag.
     """
     return verdict != "correct" or any(flags)
 

@@ -319,8 +319,9 @@ class _Record:
         return {(decision.sample, decision.turn): decision for decision in decisions}
 
     def strays(self, row: int, *, escalated: bool) -> bool:
-        """Return whether `escalated` differs from the recorded action on this chunk. Chunks after
-        the policy's last turn never count as different.
+        """Return True if `escalated` differs from the recorded action on this chunk.
+
+        Chunks after the policy's last turn never count as different.
         """
         return bool(self._is_within[row]) and escalated != self.turns.read(row).escalated
 
@@ -420,8 +421,8 @@ def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple
 def _with_cut_turn(
     rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
 ) -> Rollout:
-    """Return the rollout. If it was cancelled during a turn because the vote was settled, the
-    decision of that unfinished turn is added.
+    """Return the rollout. If it was cancelled during a turn because the vote was settled, add this
+    unfinished turn with its decision.
     """
     _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
     if event is None or event.decision.score is None:

@@ -70,7 +70,7 @@ def standing_of(directory: Path, state: RunState | None) -> RunStanding:
 
 
 def is_running(directory: Path) -> bool:
-    """Return True if a process on this machine is writing the run in this directory."""
+    """Return True if a process on this machine is writing to the run directory."""
     return is_held(directory / LOCK)
 
 
@@ -274,8 +274,8 @@ def save_run_set(directory: Path, held: RunSet) -> None:
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""Settings that are preferred for the horizontal order of a curve: with a larger value, the same
-models can use more tokens.
+"""Settings that a curve prefers as its varying setting: with a larger value, the same models can
+use more tokens.
 """
 
 
@@ -470,8 +470,8 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
 
 
 def _share_of_correct(one: FinishedProblem) -> tuple[str, float] | None:
-    """Return a problem's name and the share of correct rollouts among its graded, complete
-    rollouts; None if there are none.
+    """Return a problem's name, and the share of correct rollouts among those of its rollouts that
+    are complete and graded. Return None if it has no such rollout.
     """
     ended = [sample.verdict == "correct" for sample in one.complete_samples if sample.verdict]
     return (one.problem, sum(ended) / len(ended)) if ended else None

@@ -34,8 +34,8 @@ class ForeignSample:
     """One rollout recorded by another tool. Optional fields are None or empty if the tool did not
     record them.
 
-    `problem` is the problem's name in the other tool. Rollouts without a name belong to the same
-    problem if their questions are the same.
+    `problem` is the problem's name in the other tool. Rollouts without a problem name belong to the
+    same problem if their questions are the same.
     """
 
     question: str
@@ -152,7 +152,7 @@ def table_of(row: Row, name: str) -> Row:
 
 
 def list_of(row: Row, *names: str) -> Sequence[Any]:
-    """Return the first of the named fields that holds a list.
+    """Return the value of the first of the named fields that contains a list.
 
     :raises RecordError: if no field is a list.
     """

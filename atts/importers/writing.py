@@ -296,8 +296,8 @@ class _Reading:
 
     @property
     def price(self) -> Price | None:
-        """Return the model's token prices. Return None if they are unknown or differ between
-        rollouts.
+        """Return the model's token prices. Return None if these prices are unknown, or are not the
+        same for all rollouts.
         """
         if len(self._prices) != 1:
             return None
@@ -650,12 +650,12 @@ class _ProblemWriter:
 
 
 def _is_whole_text(sample: ForeignSample) -> bool:
-    """Return whether the recorded answer is the whole text that the model wrote after its
+    """Return True if the recorded answer is the whole text that the model wrote after its
     reasoning.
 
-    The scorers `match` and `includes` of inspect_ai record the whole text as the answer, because
-    they search it for the reference. The comparison ignores case, because some scorers change the
-    case.
+    The scorers `match` and `includes` of inspect_ai record this whole text as the answer, because
+    they search it for the reference answer. The comparison ignores case, because some scorers
+    change the case of the answer.
     """
     if sample.answer is None:
         return False

@@ -501,7 +501,7 @@ class SharedReplies:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the index; a missing file counts as empty.
+        """Read the index of the stored replies; a missing file counts as empty.
 
         :raises StorageError: the file cannot be read.
         """
@@ -572,7 +572,7 @@ class SharedReplies:
         return self._file
 
     def _read(self) -> None:
-        """Index all records before the first damaged record."""
+        """Index the records of the file, up to the first damaged record."""
         with open_ordinary(self._path) as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 key, run, seconds, length, checksum = _HEAD.unpack(head)

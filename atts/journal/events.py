@@ -254,9 +254,7 @@ class Decided(_Event, frozen=True, tag="decided"):
 
 
 class Observed(_Event, frozen=True, tag="observed"):
-    """The gate was informed of the action that was really taken, which may differ from its
-    decision.
-    """
+    """The gate received the action that was really taken, which may differ from its decision."""
 
     decision: Decision
     escalated: bool

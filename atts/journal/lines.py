@@ -97,7 +97,7 @@ _decode = msgspec.json.Decoder(_Line, strict=False).decode
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """The calls and the latest decision of a rollout since its last recorded turn."""
+    """The calls of a rollout since its last recorded turn, and its latest decision since then."""
 
     calls: list[Sampled] = field(default_factory=list[Sampled])
     decision: Decision | None = None
@@ -323,8 +323,8 @@ def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
 
 
 def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
-    """Return a chunk of a turn. The turn's line contains the chunk itself, or refers to the call
-    that wrote it.
+    """Return a chunk of a turn, from the turn's line or from the recorded call that wrote the
+    chunk.
     """
     if written.call is None:
         ids = written.ids

@@ -193,7 +193,9 @@ class FinishedProblem:
 
     @property
     def is_right(self) -> bool | None:
-        """Return whether the answer was graded as correct; None if the grader could not decide."""
+        """Return None if the grader could not decide; otherwise return whether the answer was
+        graded as correct.
+        """
         return None if self.verdict == "unscored" else self.is_correct
 
     @property

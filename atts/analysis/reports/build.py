@@ -123,8 +123,8 @@ def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float)
 def _occupancy(
     starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 ) -> tuple[float, ...]:
-    """Divide the run into time slices, and return for each slice the mean number of intervals open
-    at the same time.
+    """Divide the run's time into slices of equal length, and return for each slice the mean number
+    of intervals that are open.
     """
     if not seconds:
         return ()
@@ -153,10 +153,10 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 def _segments(
     nodes: Sequence[CallSpan], begin: float, seconds: float
 ) -> tuple[tuple[int, str, float, float], ...]:
-    """Place each call, in order of start, on the lowest free lane of the timeline; return the
-    segments to draw.
+    """Place each call, in order of start, on the first lane of the timeline that is free; return
+    the segments to draw.
 
-    Calls of the same stage that are less than a pixel apart are drawn as one segment. A call that
+    Calls of the same stage with gaps of less than a pixel are drawn as one segment. A call that
     starts while all lanes are busy is not drawn.
     """
     pixel = seconds / _PIXELS

@@ -127,7 +127,7 @@ class Plot:
         return f'<path class="line {kind}" d="{_path(self.at(x, y) for x, y in points)}"/>'
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> str:
-        """Return the area between two lines."""
+        """Return the filled area between two lines."""
         there = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
         back = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
         return f'<path class="band" d="{_path([*there, *reversed(back)])}Z"/>'
@@ -708,7 +708,9 @@ def _labels(
     plot: Plot, points: Sequence[FrontierPoint], places: Mapping[FrontierPoint, tuple[float, float]]
 ) -> Iterator[str]:
     """Yield labels that are as near as possible to their points, and do not cover other parts of
-    the chart. A point without room for a label has only a tooltip.
+    the chart.
+
+    If there is no room for a point's label, the point has only a tooltip.
     """
     dots = [plot.at(*places[p]) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]

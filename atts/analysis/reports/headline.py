@@ -63,7 +63,7 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
     """Return the share of problems that have an answer, and the share of wrong answers among the
     graded answers.
 
-    The result is empty if the run's method always answers.
+    The result is empty if the run cannot abstain, which means to leave a problem without an answer.
     """
     promise = data.run.setting("abstain")
     if promise is None:
@@ -282,8 +282,8 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
-    """Return one point of the chart for each limit of 1, 2, 4, 8, ... turns, up to the longest
-    rollout.
+    """Return one point of the chart for each limit of 1, 2, 4, 8, ... turns that is smaller than
+    the turn count of the longest rollout.
     """
     longest = max((rollout.turns for one in problems for rollout in one.rollouts), default=0)
     return [
@@ -304,8 +304,8 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
     """Return the accuracy of a problem's vote if rollouts are cut after `turns` turns. In a tie,
     return the share of the tied answers that are correct.
 
-    The result is None if no rollout answered within these turns, and one of them was stopped before
-    it could answer.
+    Return None if no rollout answered within these turns, and a rollout with at most `turns` turns
+    was stopped before it could answer.
     """
     within = [rollout.brief for rollout in one.rollouts if rollout.turns <= turns]
     samples = [brief for brief in within if brief.answer is not None]

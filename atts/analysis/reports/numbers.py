@@ -28,7 +28,7 @@ Point = tuple[Standing, str]
 
 
 def worst_of(points: Iterable[Point]) -> Standing:
-    """Return the rating of the worst observation."""
+    """Return the worst rating among these observations; "good" if there are none."""
     standings = {standing for standing, _ in points}
     return "bad" if "bad" in standings else "care" if "care" in standings else "good"
 
@@ -61,7 +61,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts that identify the run."""
+    """Facts that say which run the report is about."""
 
     directory: str
     version: str
@@ -91,7 +91,7 @@ class NamedRate:
 
 @dataclass(frozen=True, slots=True)
 class Spend:
-    """The cost of a run; numbers per problem are means over finished problems."""
+    """The cost of a run. Values per problem are means over the finished problems."""
 
     usage: Usage
     target_share: float
@@ -106,8 +106,10 @@ class Spend:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A comparison of this run with another run on their common problems; a ratio is this run's
-    value divided by the other run's value.
+    """A comparison of this run with another run on the problems that are graded in both runs. A
+    ratio is this run's value divided by the other run's value.
+
+    `second_ratio` compares the mean seconds per problem of all finished problems of each run.
     """
 
     name: str
@@ -413,7 +415,9 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class GateWords:
-    """The guarantee of a gate without a calibrator, and the conditions that void the guarantee."""
+    """The texts on a gate that has no calibrator: its guarantee, and the conditions that void this
+    guarantee.
+    """
 
     guarantee: str
     voided_by: str

@@ -99,8 +99,8 @@ COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds", "dollars")
 
 @dataclass(frozen=True, slots=True)
 class GradedProblem:
-    """A run's results on one problem: whether its vote is correct, its share of correct rollouts,
-    and its costs.
+    """The results of a run on one problem: whether the vote is correct, the share of correct
+    rollouts, and the costs.
     """
 
     vote: float
@@ -208,8 +208,8 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     """Combine the lines of a problem into its results; return None if no line has a verdict.
 
-    If the lines describe rollouts, their mean correctness is also used as the correctness of the
-    vote.
+    If each line describes a rollout, the share of correct rollouts is also used as the correctness
+    of the vote.
     """
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:

@@ -935,9 +935,7 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
 
 
 def _paired(first: PilotArm, second: PilotArm) -> tuple[list[float], list[float]]:
-    """Return the shares of correct rollouts of both arms, one list per arm, on their common
-    problems.
-    """
+    """Return one list per arm: its shares of correct rollouts on the problems that both arms have."""
     ours = first.shares
     theirs = second.shares
     common = [name for name in ours if name in theirs]

@@ -825,11 +825,11 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
 
 
 def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
-    """Return each problem's accuracy with a fixed number of rollouts per problem, whose mean cost
-    is the mean of `costs`.
+    """Return each problem's accuracy if all problems have the same number of rollouts, chosen so
+    that the mean cost is the mean of `costs`.
 
-    If this cost lies between the costs of two rollout counts, their accuracies are interpolated
-    linearly.
+    If this mean is between the costs of two numbers of rollouts, the accuracies with these two
+    numbers are interpolated linearly.
     """
     budget = float(costs.mean())
     means = fixed_costs.mean(axis=0)

@@ -385,8 +385,9 @@ class SweepReport:
 
     @property
     def curves(self) -> dict[str, list[ScalingPoint]]:
-        """Return the points of each curve in order; the curve's key names the settings that are
-        constant along it, with their values.
+        """Return the points of each curve, ordered by the setting that varies along the curve.
+
+        A curve's key has the names and values of the settings that are constant along it.
         """
         by_curve = dict[str, list[ScalingPoint]]()
         for point in self.grid:
@@ -834,8 +835,8 @@ def _baselines(
 def _ceiling(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Draw for each curve the accuracy of an oracle that finds any correct rollout, an upper bound
-    of the vote's accuracy.
+    """Draw for each curve the share of problems with at least one correct rollout. This share is an
+    upper bound of the vote's accuracy.
     """
     for number, points in enumerate(report.curves.values()):
         line = [

@@ -61,7 +61,9 @@ the agreement of an answer with the problem's vote.
 
 @dataclass(frozen=True, slots=True)
 class RightBin:
-    """The share of correct rollouts among chunks with p-values between `low` and `high`."""
+    """The share of chunks whose rollouts are correct, among the chunks with p-values between `low`
+    and `high`.
+    """
 
     low: float
     high: float
@@ -293,7 +295,9 @@ _CURVE = 100  # number of points in the chart of p-values
 
 
 def realised_rate(data: RunData) -> RateControl | None:
-    """Return the results about a run's rate; None if the run's gate took no decisions."""
+    """Compare a run's realised rate with its nominal rate; return None if the run's gate took no
+    decisions.
+    """
     done = data.done
     if not done:
         return None
@@ -310,7 +314,9 @@ def rate_control(
     alarms: tuple[DriftAlarm, ...],
     scale: Scale | None = None,
 ) -> RateControl:
-    """Return the results about the rate; the run must have at least one decision."""
+    """Compare the realised rate of these steps with the nominal rate; there must be at least one
+    step.
+    """
     columns = _columns(done, scale)
     nominal = columns.nominal
     by_question = _groups(columns.questions, columns.escalated)

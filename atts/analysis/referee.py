@@ -194,8 +194,10 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Return True if the votes agree enough to stop: their entropy is small compared with the
-    entropy of as many votes that are all for different answers.
+    """Return True if the votes agree enough to stop.
+
+    Their entropy must be small compared with the largest possible entropy, which as many votes have
+    if all their answers differ.
     """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:

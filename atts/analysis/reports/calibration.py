@@ -166,8 +166,11 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the number that the report shows first: the share of chunks in wrong rollouts that the
-    score escalates, minus the share that random escalation (a coin) would escalate.
+    """Return the number that the report shows first: the gain of the score over random escalation
+    (a coin).
+
+    The gain is the share of chunks in wrong rollouts that the score escalates, minus the share that
+    a coin with the same rate escalates.
     """
     what = (
         "gain over a coin (random escalation): share of the chunks in wrong rollouts that the "

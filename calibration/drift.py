@@ -36,12 +36,49 @@ FEW = 0.02
 # If the model is certain of a chunk, its score is close to the best possible score. Within this
 # distance of the best score, equal scores in two questions are not called copies.
 _CERTAIN = 1e-6
+# Scores with at most this number of decimals are taken for ratings.
+_RATING_DECIMALS = 3
+# Scores with more decimals than this number are taken for unrounded scores.
+_MOST_DECIMALS = 6
+# A rounded score is compared with others only if no other value is within this number of steps of
+# its last decimal.
+_NEAR = 10
+
+
+def _equality_tells(raw: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return one boolean per score: True if an equal score is unlikely to occur by chance.
+
+    Recorded scores are usually rounded to a few decimals. Where such scores lie close together,
+    different chunks often have equal scores. So a rounded score counts only if no other value lies
+    within `_NEAR` steps of its last decimal. Infinite scores never count.
+    """
+    tells = np.isfinite(raw)
+    finite = raw[tells]
+    decimals = next(
+        (
+            digits
+            for digits in range(_MOST_DECIMALS + 1)
+            if len(finite) and float(np.mean(finite == np.round(finite, digits))) > 0.5
+        ),
+        None,
+    )
+    if decimals is None:
+        return tells
+    if decimals <= _RATING_DECIMALS:
+        return np.zeros(len(raw), bool)
+    values = np.unique(finite)
+    is_near = np.diff(values) < (_NEAR + 0.5) * 10.0**-decimals
+    alone = np.ones(len(values), bool)
+    alone[:-1] &= ~is_near
+    alone[1:] &= ~is_near
+    tells[tells] = alone[np.searchsorted(values, finite)]
+    return tells
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateScores:
-    """The shares of stored scores that are repeated, from 0 to 1. Scores on a coarse grid, such as
-    ratings, are often equal by chance and do not count.
+    """The shares of stored scores that are repeated, from 0 to 1. Scores that are often equal by
+    chance do not count: ratings, and rounded scores that lie close together.
 
     Rollouts of a question may write the same chunk, so repeats within a question can be normal.
     Chunks of different questions differ, so a score that occurs in two questions is a fault.
@@ -58,17 +95,25 @@ class DuplicateScores:
     def of(cls, stored: StoredScores) -> DuplicateScores:
         """Compute the shares of repeated scores among stored scores.
 
-        Ratings out of ten are often equal by chance, so no score counts as repeated if most scores
-        are round numbers.
+        Scores that may be equal by chance are left out. Ratings out of ten are often equal by
+        chance, so no score counts as repeated if most scores are round numbers.
         """
         raw = np.asarray(stored.scores, float)
-        raw = raw[np.isfinite(raw)]
-        if not len(raw) or float(np.mean(raw == np.round(raw, 3))) > 0.5:
+        questions = stored.questions if stored.clustered else ("",) * len(raw)
+        tells = _equality_tells(raw)
+        counts = Counter(
+            (question, score)
+            for question, score, is_telling in zip(
+                questions, stored.nonconformity, tells, strict=True
+            )
+            if is_telling
+        )
+        total = counts.total()
+        if not total:
             return cls(0.0, 0.0, 1.0, stored.clustered)
-        total = len(stored.nonconformity)
+        within = 1 - len(counts) / total
         if not stored.clustered:
-            return cls(1 - len(set(stored.nonconformity)) / total, 0.0, 1.0, False)
-        counts = Counter(zip(stored.questions, stored.nonconformity, strict=True))
+            return cls(within, 0.0, 1.0, False)
         num_questions_with = Counter(score for _, score in counts)
         across = 0
         repeating = set[str]()
@@ -77,8 +122,8 @@ class DuplicateScores:
                 across += count
             if count > 1:
                 repeating.add(question)
-        distinct = 1 - len(repeating) / len(set(stored.questions))
-        return cls(1 - len(counts) / total, across / total, distinct, True)
+        distinct = 1 - len(repeating) / len(set(questions))
+        return cls(within, across / total, distinct, True)
 
     @property
     def fault(self) -> str:

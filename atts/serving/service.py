@@ -901,7 +901,7 @@ def _guarantee(gate: object) -> str:
         promise = (gate.calibrator.guarantee, gate.calibrator.voided_by)
     else:
         return ""
-    return "; void if: ".join(filter(None, promise))
+    return "; limits: ".join(filter(None, promise))
 
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from atts.api.setup import embedded_scores
 from atts.calibration import Calibrator, StoredScores, examine
 from atts.calibration.drift import (
     DriftMonitor,
@@ -493,6 +494,44 @@ def test_scores_shared_by_two_questions_are_an_error() -> None:
     certain = StoredScores.of([1.0 if k % 16 == 0 else score for k, score in enumerate(scores)], 16)
     assert DuplicateScores.of(certain).across == 0
     assert not DriftMonitor(certain).events
+
+
+def rounded(seed: int) -> list[float]:
+    """Return 640 scores with four decimals: most of them close to 1, and some far above."""
+    random = np.random.default_rng(seed)
+    near = 1 + random.exponential(0.003, 520)
+    far = 1 + random.exponential(3.0, 120)
+    return np.round(random.permutation(np.concatenate([near, far])), 4).tolist()
+
+
+def test_rounded_scores_that_are_equal_by_chance_are_no_copies() -> None:
+    """If scores are rounded, equal scores close to the best score of 1 are not called copies, with
+    or without known questions.
+    """
+    for seed in range(5):
+        scores = rounded(seed)
+        assert len(set(scores)) < 0.5 * len(scores)
+        for stored in (StoredScores.of(scores, 16), StoredScores.of(scores)):
+            assert DuplicateScores.of(stored).fault == ""
+            assert not DriftMonitor(stored).events
+
+
+def test_the_scores_of_the_embedded_models_are_no_copies() -> None:
+    """The scores that atts ships for its embedded models raise no alarm."""
+    stored = embedded_scores()
+    assert DuplicateScores.of(stored).fault == ""
+    assert not DriftMonitor(stored).events
+
+
+def test_copies_among_rounded_scores_are_noticed() -> None:
+    """If a tenth of the rounded scores are copies from other questions, an alarm is raised before
+    the first live score.
+    """
+    for seed in range(5):
+        scores = rounded(seed)
+        copied = [scores[k - 160] if k % 10 == 9 and k >= 160 else scores[k] for k in range(640)]
+        stored = StoredScores.of(copied, 16)
+        assert "another question" in DuplicateScores.of(stored).fault
 
 
 def test_repeated_scores_without_questions_are_an_error() -> None:

@@ -501,7 +501,8 @@ def rounded(seed: int) -> list[float]:
     random = np.random.default_rng(seed)
     near = 1 + random.exponential(0.003, 520)
     far = 1 + random.exponential(3.0, 120)
-    return np.round(random.permutation(np.concatenate([near, far])), 4).tolist()
+    scores: list[float] = np.round(random.permutation(np.concatenate([near, far])), 4).tolist()
+    return scores
 
 
 def test_rounded_scores_that_are_equal_by_chance_are_no_copies() -> None:

@@ -369,9 +369,10 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         with_lengths = [(event.decision, event.features.get("tokens", 0.0)) for event in scored]
     if not with_lengths:
         raise CalibrationInputError(
-            "the run's scores",
+            "the number of target scores in the run",
             0,
-            "at least one score of a gate that requests target scores",
+            "at least 1; the run's gate requests no target scores, so there is nothing to calibrate "
+            "(`atts report` shows the run)",
         )
     decisions = [decision for decision, _ in with_lengths]
     lengths = tuple(length for _, length in with_lengths)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from atts.api import Setup, evaluate_sync, scores_of
 from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay_scores
 from atts.calibration.controllers import DEFAULTS
 from atts.calibration.drift import examine
@@ -19,6 +20,7 @@ from atts.calibration.online import METRICS
 from atts.calibration.scores import read_scores
 from atts.cli.app import run
 from atts.errors import CalibrationInputError
+from atts.testing import toy_problems
 
 Records = list[dict[str, Any]]
 FEW: Records = [
@@ -355,3 +357,14 @@ def test_check_of_a_published_array(array_of: Callable[..., StoredScores]) -> No
         examine(StoredScores.of([]), 0.4)
     tiny = examine(StoredScores.of([1.5, 1.6]), 0.1)
     assert any("needs more than 2 scores" in warning for warning in tiny.warnings)
+
+
+def test_a_run_without_scores_says_that_there_is_nothing_to_calibrate() -> None:
+    """The scores of a run whose gate requests none are an error that names the reason and another
+    command.
+    """
+    result = evaluate_sync(
+        toy_problems(2), Setup(draft="scripted", target="scripted", method="coin")
+    )
+    with pytest.raises(CalibrationInputError, match=r"requests no target scores.*`atts report`"):
+        scores_of(result)

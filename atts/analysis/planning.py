@@ -31,6 +31,7 @@ from atts.evaluators import (
     maj_at_k,
     mean_estimate,
     paired_power,
+    problems_needed,
     variance_split,
     votes,
 )
@@ -811,7 +812,12 @@ A token that the target samples while it scores has the same cost.
 # The gain is the accuracy (0 to 1) of the target minus that of the draft. If the gain's interval
 # includes 0 and ends below this value, the pilot says that the target is not better.
 _SMALL = 0.03
-Take = Literal["gate", "exact", "target-only", "draft-only"]
+# Method `exact` is recommended only if it costs at most this fraction of `target-only`. Both
+# methods write the same text, so a nearly equal cost is a tie, and the simpler method wins.
+_CHEAPER = 0.95
+# settings of a pilot's arms that have no option of their own in `atts eval`
+_SET_ONLY = ("score.kind", "takeover", "escalates")
+Take = Literal["gate", "exact", "target-only", "draft-only", "undecided"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -860,6 +866,9 @@ class PilotRow:
     # additional cost per percentage point of accuracy, compared with the draft alone; infinite if
     # the accuracy is not higher
     cost_per_point: float
+    # number of problems that show a gain of this size with 80 % power, after Holm's correction;
+    # None if the gain's interval is not above 0
+    problems_needed: int | None
 
     @property
     def helps(self) -> bool:
@@ -869,7 +878,11 @@ class PilotRow:
 
 @dataclass(frozen=True, slots=True)
 class PilotReport:
-    """The measurements of a pilot, and its recommendation with command-line options and a reason."""
+    """The measurements of a pilot, and its recommendation with command-line options and a reason.
+
+    If the pilot is undecided, `flags` are those of the best method without a gate, and `undecided`
+    is the row of the gate whose gain needs more problems.
+    """
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]
@@ -878,6 +891,7 @@ class PilotReport:
     take: Take
     flags: Mapping[str, object]
     reason: str
+    undecided: PilotRow | None
 
     def row(self, name: str) -> PilotRow | None:
         """Return the row of the arm with that name; None if there is no such arm."""
@@ -913,10 +927,15 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
             p_value=corrected.get(name, math.nan),
             cost=arm.cost,
             cost_per_point=_cost_per_point(draft, arm),
+            problems_needed=_problems_needed(arm, by_name.get(arm.coin), len(compared)),
         )
         for name, arm in by_name.items()
     )
     take, best, reason = _recommend(rows, headroom)
+    undecided = None
+    if take == "undecided":
+        undecided = best
+        best = _without_gate(rows)
     split = variance_split(list(target.correct.values()))
     samples = max(map(len, target.correct.values()))
     power = None
@@ -931,6 +950,7 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
         take=take,
         flags=best.arm.flags,
         reason=reason,
+        undecided=undecided,
     )
 
 
@@ -954,13 +974,39 @@ def _cost_per_point(draft: PilotArm, arm: PilotArm) -> float:
     return (arm.cost - draft.cost) / points if points > 0 else math.inf
 
 
+def _problems_needed(arm: PilotArm, coin: PilotArm | None, tested: int) -> int | None:
+    """Return the number of problems that a gain of the measured size needs to be significant among
+    `tested` gains; None if the interval of the gain is not above 0.
+    """
+    if coin is None:
+        return None
+    randomly, ours = _paired(coin, arm)
+    if not compare_runs(randomly, ours).difference.low > 0:
+        return None
+    gains = np.subtract(ours, randomly)
+    deviation = float(gains.std(ddof=1))
+    return problems_needed(deviation, float(gains.mean()), level=1 - LEVEL / tested)
+
+
+def _without_gate(rows: Sequence[PilotRow]) -> PilotRow:
+    """Return the row of `exact` if `exact` is clearly cheaper than `target-only`, or else the row of
+    `target-only`.
+    """
+    by_name = {row.arm.name: row for row in rows}
+    target = by_name["target-only"]
+    exact = by_name.get("exact")
+    if exact is not None and exact.cost <= _CHEAPER * target.cost:
+        return exact
+    return target
+
+
 def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, PilotRow, str]:
     """Return the kind of recommendation, the row of the recommended arm, and the reason in a
     sentence.
+
+    If the pilot is undecided, the row is that of the gate whose gain needs more problems.
     """
-    by_name = {row.arm.name: row for row in rows}
-    draft = by_name["draft-only"]
-    target = by_name["target-only"]
+    draft = next(row for row in rows if row.arm.name == "draft-only")
     whole = f"the headroom is {headroom.signed()} in accuracy of single rollouts"
     if not headroom.low > 0:
         if headroom.high < _SMALL:
@@ -974,41 +1020,55 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
             draft,
             f"the pilot does not show that the target is more accurate: {more}",
         )
-    alone: Take = "target-only"
-    whole_target = target
-    exact = by_name.get("exact")
-    if exact is not None and exact.cost < target.cost:
-        alone = "exact"
-        whole_target = exact
+    whole_target = _without_gate(rows)
+    alone: Take = "exact" if whole_target.arm.name == "exact" else "target-only"
     helpful = [row for row in rows if row.helps]
     if not helpful:
-        tried = sum(row.gain is not None for row in rows)
-        known = (
-            f"none of the {tried} tested gates is shown to be better than a coin with the same rate"
-        )
+        tested = counted(sum(row.gain is not None for row in rows), "gate")
+        promising = [
+            row
+            for row in rows
+            if row.gain is not None
+            and row.gain.low > 0
+            and row.cost_per_point < whole_target.cost_per_point
+        ]
+        if promising:
+            gate = min(promising, key=lambda row: row.problems_needed or math.inf)
+            return (
+                "undecided",
+                gate,
+                f"{_gain_words(gate)}, but the gain is not significant after the correction for "
+                f"{tested} (p = {gate.p_value:.2g}); {_prices(gate, whole_target)}",
+            )
+        known = f"among {tested}, none is shown to be better than a coin with the same rate"
         return (
             alone,
             whole_target,
             f"{known}, and the target is more accurate than the draft: {whole}",
         )
     best = min(helpful, key=lambda row: (row.cost_per_point, -row.accuracy.value))
-    gain = f"gain in accuracy over a coin {best.gain.signed()}" if best.gain is not None else ""
-    prices = (
-        f"each percentage point of accuracy above the draft costs {best.cost_per_point:,.1f} "
-        f"tokens per problem with {best.arm.name}, and {whole_target.cost_per_point:,.1f} with "
-        f"{alone}"
-    )
     if best.cost_per_point < whole_target.cost_per_point:
-        return (
-            "gate",
-            best,
-            (f"{best.arm.name} chooses chunks to escalate better than a coin ({gain}); {prices}"),
-        )
+        return "gate", best, f"{_gain_words(best)}; {_prices(best, whole_target)}"
     return (
         alone,
         whole_target,
-        f"the gate is better than a coin ({gain}), but {alone} costs less per percentage point of "
-        f"accuracy: {prices}",
+        f"{_gain_words(best)}, but {alone} costs less per percentage point of accuracy: "
+        f"{_prices(best, whole_target)}",
+    )
+
+
+def _gain_words(gate: PilotRow) -> str:
+    """Return the gate's gain over its coin as a clause."""
+    gain = "" if gate.gain is None else gate.gain.signed()
+    return f"{gate.arm.name} is more accurate than a coin with the same rate by {gain}"
+
+
+def _prices(gate: PilotRow, alone: PilotRow) -> str:
+    """Return the price of accuracy with the gate and without a gate, as a clause."""
+    return (
+        f"each percentage point of accuracy above the draft costs {gate.cost_per_point:,.1f} "
+        f"tokens per problem with {gate.arm.name}, and {alone.cost_per_point:,.1f} with "
+        f"{alone.arm.name}"
     )
 
 
@@ -1030,10 +1090,9 @@ def pilot_lines(report: PilotReport) -> list[str]:
             f"{row.cost:>9,.0f}{per_point:>11}"
         )
     lines += [f"{arm.name:<{wide}}not run: {arm.unavailable}" for arm in report.unavailable]
-    words = " ".join(f"--set {name}={value}" for name, value in report.flags.items())
     lines += [
         "",
-        f"Take {'the gate' if report.take == 'gate' else report.take}: {words}",
+        *_recommendation(report),
         f"Reason: {report.reason}.",
         "",
         f"Headroom: the target's accuracy minus the draft's, {report.headroom.signed()}.",
@@ -1050,4 +1109,31 @@ def pilot_lines(report: PilotReport) -> list[str]:
         "the best of several methods is slightly overestimated.",
         "Cost per problem: number of tokens that the target decodes, plus a tenth of all other "
         "tokens (tokens of the draft, and tokens that the target scores or samples while scoring).",
+        "Per point: additional cost per problem, compared with draft-only, for each percentage "
+        "point of accuracy above draft-only.",
     ]
+
+
+def _recommendation(report: PilotReport) -> list[str]:
+    """Return the lines with the recommended method, or with the number of problems that an
+    undecided pilot needs.
+    """
+    if report.undecided is None:
+        name = "the gate" if report.take == "gate" else report.take
+        return [f"Take {name}: {_options(report.flags)}"]
+    gate = report.undecided
+    needed = gate.problems_needed
+    more = "" if needed is None else f" with about {needed:,} problems (--limit {needed})"
+    return [
+        f"Undecided between {gate.arm.name} and {report.flags['method']}: run a new pilot{more}.",
+        f"To use {gate.arm.name}: {_options(gate.arm.flags)}",
+        f"To use {report.flags['method']}: {_options(report.flags)}",
+    ]
+
+
+def _options(flags: Mapping[str, object]) -> str:
+    """Return settings as options of `atts eval`."""
+    return " ".join(
+        f"--set {name}={value}" if name in _SET_ONLY else f"--{name} {value}"
+        for name, value in flags.items()
+    )

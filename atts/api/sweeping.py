@@ -374,15 +374,19 @@ async def run_point(
     problems = point.configuration.job.load().problems
     setup = point.configuration.setup()
     folder = point.directory.name
-    shared = (
-        SharingEngine(draft, "draft", replies, folder),
-        SharingEngine(target, "target", replies, folder),
-    )
+    engines = (draft, target)
+    # Method exact chooses the model that writes by measured speed. A shared reply takes no time, so
+    # with shared replies of the target, drafting would never seem to be faster.
+    if point.configuration["method"] != "exact":
+        engines = (
+            SharingEngine(draft, "draft", replies, folder),
+            SharingEngine(target, "target", replies, folder),
+        )
     job = point.configuration.job
     options = RunOptions(
         point.directory, listeners, engines="are open", caps=job.caps, prices=job.price_list
     )
-    plan = setup.plan(*shared, problems[0].kind)
+    plan = setup.plan(*engines, problems[0].kind)
     async with logged(options, job.log) as options:
         return await run_evaluation(problems, plan, options)
 

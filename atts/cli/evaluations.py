@@ -626,7 +626,8 @@ def pilot(
     alone, `exact`, a coin (chunks are escalated at random), and the gate with every score that the
     models allow. A score that is better than the coin is also run with other takeovers and rates.
     The pilot recommends a gate with its score, takeover and rate, or the method `exact`,
-    `target-only` or `draft-only`, and prints the reason. Problems need reference answers.
+    `target-only` or `draft-only`, and prints the reason. If the problems are too few to decide, the
+    pilot prints how many are needed. Problems need reference answers.
 
     Example: atts pilot math500 --pair r1-1.5b/r1-70b --limit 40
     """
@@ -674,6 +675,7 @@ def _pilot_facts(report: PilotReport) -> dict[str, Any]:
         "take": report.take,
         "flags": dict(report.flags),
         "reason": report.reason,
+        "undecided": None if report.undecided is None else _pilot_row(report.undecided),
         "headroom": report.headroom.as_json(),
         "arms": [_pilot_row(row) for row in report.rows],
         "unavailable": {arm.name: arm.unavailable for arm in report.unavailable},
@@ -691,6 +693,7 @@ def _pilot_row(row: PilotRow) -> dict[str, Any]:
     return {
         "name": row.arm.name,
         "flags": dict(row.arm.flags),
+        "problems_needed": row.problems_needed,
         "accuracy": row.accuracy.as_json(),
         "gain": None if row.gain is None else row.gain.as_json(),
         **{name: value if math.isfinite(value) else None for name, value in numbers.items()},

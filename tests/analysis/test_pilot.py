@@ -18,6 +18,7 @@ from atts.core import Role, Usage
 from atts.engine import Capability
 from atts.errors import OptionError, UsageError
 from atts.testing import (
+    Latency,
     ScoreDrift,
     ScriptedEngine,
     Skill,
@@ -25,6 +26,7 @@ from atts.testing import (
     ToyTokenizer,
     toy_problems,
 )
+from atts.testing.clock import run_virtual
 
 WEAK = Skill(right=0.7, typical=0.5, repair=0.0)
 STRONG = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
@@ -38,12 +40,26 @@ ALL: frozenset[Capability] = frozenset({"sample", "score", "draw"})
 NO_DRAWS: frozenset[Capability] = frozenset({"sample", "score"})
 
 
+# a target whose tokens take as long as a whole draft, so that method `exact` drafts all the time
+SLOW = Latency(per_score=0.02, sampled_token=0.02)
+
+
 def engine(
-    role: Role, skill: Skill, drift: ScoreDrift | None = None, can: frozenset[Capability] = ALL
+    role: Role,
+    skill: Skill,
+    drift: ScoreDrift | None = None,
+    can: frozenset[Capability] = ALL,
+    latency: Latency | None = None,
 ) -> ScriptedEngine:
     """Make a toy model of this skill."""
     model = ToyModel(skill, ToyTokenizer())
-    return ScriptedEngine(role, model=model, drift=drift or ScoreDrift(), capabilities=can)
+    return ScriptedEngine(
+        role,
+        model=model,
+        drift=drift or ScoreDrift(),
+        capabilities=can,
+        latency=latency or Latency(),
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,7 @@ class Planted:
     target: Skill
     drift: ScoreDrift | None = None
     can: frozenset[Capability] = ALL
+    latency: Latency | None = None  # time of the target's calls; None means no time at all
 
 
 PLANTED = {
@@ -61,7 +78,7 @@ PLANTED = {
     "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
     # scores find no mistake, and method `exact` writes the target's own text at a lower cost than
     # the target alone
-    "exact": Planted(SECRET, STRONG, BLIND),
+    "exact": Planted(SECRET, STRONG, BLIND, latency=SLOW),
     # the pair of the previous case at temperature 0, where the target alone is the cheapest
     "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
     # two models of equal skill: the target's tokens cost more but add no accuracy
@@ -83,7 +100,7 @@ def piloted(planted: Planted, dataset: str, out: Path, **flags: object) -> Pilot
     words = {"draft": "scripted", "target": "scripted", "dataset": dataset, "out": str(out)}
     engines = (
         engine("draft", planted.draft),
-        engine("target", planted.target, planted.drift, planted.can),
+        engine("target", planted.target, planted.drift, planted.can, planted.latency),
     )
 
     async def main() -> PilotReport:
@@ -91,7 +108,7 @@ def piloted(planted: Planted, dataset: str, out: Path, **flags: object) -> Pilot
         assert end.report is not None
         return end.report
 
-    return anyio.run(main)
+    return run_virtual(main)
 
 
 @pytest.mark.parametrize("right", PLANTED)
@@ -120,7 +137,7 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     # the gain needs a run in which a coin replaces the cascade's gate
     assert cascade.gain is not None
     assert "Holm's method for" in text
-    assert "Take the gate: --set method=atts" in text
+    assert "Take the gate: --method atts --rate" in text
     assert report.flags["method"] == "atts"
     again = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")
     assert replace(again) == report
@@ -133,7 +150,7 @@ def test_the_command_prints_its_recommendation(problems: Path, tmp_path: Path, c
     words = ("pilot", f"{problems}[:6]", "--draft", "scripted", "--target", "scripted", "--json")
     assert run_command([*words, "--samples", "2", "--out", str(tmp_path / "set")]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["take"] in ("gate", "exact", "target-only", "draft-only")
+    assert facts["take"] in ("gate", "exact", "target-only", "draft-only", "undecided")
     assert {"draft-only", "target-only", "coin"} <= {arm["name"] for arm in facts["arms"]}
     assert run_command([*words, "--set", "method=coin"]) == 2
     assert "a pilot chooses its methods itself" in capsys.readouterr().err
@@ -175,6 +192,39 @@ def test_a_gate_that_costs_more_than_the_target_is_not_recommended() -> None:
     assert (report.take, "less per percentage point" in report.reason) == ("target-only", True)
     cheap = judge_pilot([draft, target, coin, made("mean", [0.8, 0.7] * 10, 400, "coin")])
     assert cheap.take == "gate"
+
+
+def test_a_promising_gate_leaves_a_small_pilot_undecided() -> None:
+    """If a cheap gate's interval is above 0 but the gain is not significant among all gates, the
+    pilot says how many problems would decide, and recommends no method.
+    """
+    baselines = [made("draft-only", [0.2, 0.3] * 10, 0), made("target-only", [0.9] * 20, 8_000)]
+    coin = made("coin", [0.3] * 20, 1_000)
+    useless = [made(f"useless {place}", [0.3, 0.2, 0.4, 0.3] * 5, 1_000, "coin") for place in "ABC"]
+    gate = made("mean", [0.8, 0.3, 0.1, 0.5] * 5, 1_000, "coin")
+    report = judge_pilot([*baselines, coin, *useless, gate])
+    assert (report.take, report.flags) == ("undecided", {"method": "target-only"})
+    assert report.undecided is not None
+    assert report.undecided.arm.name == "mean"
+    needed = report.undecided.problems_needed
+    assert needed is not None
+    assert needed > 20
+    text = "\n".join(pilot_lines(report))
+    assert f"about {needed} problems (--limit {needed})" in text
+    assert "\nTake " not in text
+    assert "Per point: additional cost" in text
+
+
+def test_a_tie_between_exact_and_the_target_is_not_a_recommendation_of_exact() -> None:
+    """Method `exact` writes the target's text, so a cost that is lower by a hair recommends the
+    target alone.
+    """
+    draft = made("draft-only", [0.2, 0.3] * 10, 0)
+    target = made("target-only", [0.9, 0.8] * 10, 7_400)
+    for cost, right in ((7_380, "target-only"), (3_000, "exact")):
+        report = judge_pilot([draft, target, made("exact", [0.9, 0.8] * 10, cost)])
+        assert report.take == right
+        assert f"--method {right}" in pilot_lines(report)[5]
 
 
 def test_a_pilot_needs_both_models_alone() -> None:

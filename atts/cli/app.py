@@ -284,7 +284,7 @@ COMMANDS: dict[str, Command] = {
         "Recommend values for rate, samples and turns, computed from recorded runs.",
     ),
     "probe": Command(
-        "atts.cli.preparation", "probe", "Print which of the features that runs need a server has."
+        "atts.cli.preparation", "probe", "Print which of the needed features a server has."
     ),
     "replay": Command(
         "atts.cli.comparisons",

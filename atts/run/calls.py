@@ -611,7 +611,7 @@ class RunLengthEstimate(RunLength):
         """Record that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
-        # The weight grows exponentially: at the end of a run, it is about e^8.
+        # The weight of later observations grows: at the end of a run, it is about e^8.
         self._weight *= self._growth**self._samples
 
     def _end_all(self, lengths: Sequence[int]) -> None:

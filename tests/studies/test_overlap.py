@@ -112,8 +112,8 @@ def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> No
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("layers", [8, 32])
 def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int) -> None:
-    """Each round drafts one token exactly and the others with grouped attentions; the number of
-    verified tokens does not change.
+    """Each round drafts one token with ordinary attention and the others with grouped attentions;
+    the number of verified tokens does not change.
     """
     attention = 0.5 / 5 / layers
     mlp = 0.5 / 5 / layers  # five exact draft steps take as long as one target step

@@ -175,7 +175,16 @@ class StoryPrinter:
         num_settled = ends["settled"]
         self._console.print()
         self._say("answer", None, outcome.answer if outcome.answer is not None else "none")
-        self._fact("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
+        self._fact("votes", (votes or "none") + (f"; {outcome.why}" if outcome.why else ""))
+        shown = [rollout for rollout in outcome.rollouts if rollout.sample == self._follow]
+        if len(outcome.rollouts) > 1 and shown:
+            [rollout] = shown
+            ended = "no answer" if rollout.answer is None else f"answer {rollout.answer}"
+            self._fact(
+                "shown",
+                f"rollout {rollout.sample} ({ended}); --follow all shows all "
+                f"{len(outcome.rollouts)} rollouts",
+            )
         if outcome.doubt:
             self._fact("doubt", outcome.doubt)
         settled = ""
@@ -183,6 +192,8 @@ class StoryPrinter:
             settled = f", {num_settled} of them cancelled because the vote was settled"
         self._fact("rollouts", f"{len(outcome.rollouts)}{settled}")
         scored = f"{usage.scored_tokens:,} scored"
+        if len(outcome.rollouts) > 1:
+            scored += ", in all rollouts together"
         self._fact(
             "tokens",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target, {scored}",

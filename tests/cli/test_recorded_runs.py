@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
@@ -609,6 +610,17 @@ def test_solve_shows_the_reasoning_as_it_is_written(
     assert labels == {"draft", "accepted", "escalated", "target", "answer"}
     assert "\x1b" not in said.out
     assert "votes" in said.out
+
+
+def test_solve_labels_the_rollout_that_it_shows(atts: Atts) -> None:
+    """`atts solve` shows one rollout, names it with its answer, and says why the vote ended."""
+    words = ("--draft", "scripted", "--target", "scripted", "--samples", "3", "--follow", "1")
+    said = atts("solve", toy_problems(1)[0].text, *words)
+    assert said.code == 0
+    assert re.search(r"^shown +rollout 1 \((answer .+|no answer)\); --follow all", said.out, re.M)
+    assert "scored, in all rollouts together" in said.out
+    alone = atts("solve", toy_problems(1)[0].text, *words[:4], "--samples", "1")
+    assert "shown" not in alone.out
 
 
 def test_solve_json_holds_every_chunk_and_decision(atts: Atts) -> None:

@@ -375,6 +375,7 @@ class Option:
     rate: float
     samples: int
     turns: int
+    is_cut: bool  # True if the limit on turns ends some rollouts earlier than in the recorded run
     accuracy: Estimate
     draft_tokens: float
     target_tokens: float
@@ -449,6 +450,11 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
         rate=data.rate,
         samples=samples,
         turns=turns,
+        is_cut=any(
+            len(rollout.turns) > rollout.turn_limit(turns)
+            for case in cases
+            for rollout in case.rollouts
+        ),
         accuracy=accuracy(False).with_best_case(
             accuracy(True), sum(right is None for pairs in cut for _, right in pairs)
         ),

@@ -707,17 +707,36 @@ def _best_lines(advice: Advice) -> list[str]:
             f"{cheapest.accuracy.value:.3f}.",
         ]
     best = advice.best
+    rate = f" at rate {best.rate:g}" if _has_rate(best.method) else ""
+    limit = f", at most {counted(best.turns, 'turn')}" if best.is_cut else ""
     return [
-        f"{under}: {best.method} at rate {best.rate:g}, "
-        f"{counted(best.samples, 'sample')}, {counted(best.turns, 'turn')} (from "
-        f"{best.run})",
+        f"{under}: {best.method}{rate}, {counted(best.samples, 'sample')}{limit} (from {best.run})",
         f"  accuracy    {best.accuracy}",
         f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "
         f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s"
         f"{'' if best.dollars is None else f', ${best.dollars:.6f}'}",
-        f"  flags       --method {best.method} --rate {best.rate:g} --samples {best.samples} "
-        f"--turns {best.turns}",
+        f"  flags       {option_flags(best)}",
     ]
+
+
+def _has_rate(method: str) -> bool:
+    """Return whether the method has a nominal rate; an unknown method counts as one that has."""
+    from atts.methods import PRESETS
+
+    return next((row.has_rate for row in PRESETS if row.name == method), True)
+
+
+def option_flags(option: Option) -> str:
+    """Return the flags of a run with this option. The limit on turns is left out if no recorded
+    rollout is longer, because atts computes the limit from the token limit.
+    """
+    flags = [f"--method {option.method}"]
+    if _has_rate(option.method):
+        flags.append(f"--rate {option.rate:g}")
+    flags.append(f"--samples {option.samples}")
+    if option.is_cut:
+        flags.append(f"--turns {option.turns}")
+    return " ".join(flags)
 
 
 def _option_lines(options: Sequence[Option]) -> Iterator[str]:
@@ -726,7 +745,8 @@ def _option_lines(options: Sequence[Option]) -> Iterator[str]:
     costs = ("target tokens", "all tokens", "seconds", *(("dollars",) if has_prices else ()))
     yield _option_columns(("method", "rate", "samples", "turns", *costs, "accuracy"))
     for option in options:
-        chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
+        rate = f"{option.rate:g}" if _has_rate(option.method) else ""
+        chosen = (option.method, rate, str(option.samples), str(option.turns))
         numbers = [
             f"{option.target_tokens:,.0f}",
             f"{option.tokens:,.0f}",

@@ -260,6 +260,7 @@ class Truncation:
     at_turns: int
     max_tokens: int
     turns: int
+    is_derived: bool  # True if atts computed the turn limit from the token limit
     context: int  # context length in tokens: the shorter one of draft and target; 0 if unknown
 
     @property
@@ -296,7 +297,10 @@ class Truncation:
             advice.append("raise --max-tokens")
         if self.at_turns:
             limits.append(f"{self.at_turns:,} at the limit of {counted(self.turns, 'turn')}")
-            advice.append("leave --turns out, or raise it")
+            if not self.is_derived:
+                advice.append("leave --turns out, or raise it")
+            elif "raise --max-tokens" not in advice:
+                advice.append("raise --max-tokens, from which atts computes the limit on turns")
         sentence = f"{counts} reached a limit before an answer"
         if limits:
             sentence += f": {', '.join(limits)}; {', '.join(advice)}"
@@ -316,12 +320,14 @@ def truncation(problems: Iterable[FinishedProblem], manifest: Manifest) -> Trunc
         length = engine.get("context_length")
         if isinstance(length, int):
             lengths.append(length)
+    turns = manifest.settings.get("turns")
     return Truncation(
         len(samples),
         ends["tokens"],
         ends["turns"],
         max_tokens=policy.get("max_tokens") or 0,
         turns=policy.get("turns") or 0,
+        is_derived=turns is not None and turns.origin == "max_tokens",
         context=min(lengths, default=0),
     )
 

@@ -16,7 +16,7 @@ import pytest
 from atts.api import Setup, configure, diagnose, dry_run, evaluate
 from atts.core import Role
 from atts.errors import EngineUnavailable
-from atts.journal import open_run
+from atts.journal import Truncation, open_run
 from atts.methods import PRESETS, preset
 from atts.pipelines import Chunking, CoinGate, FixedGate, Policy
 from atts.testing import DialectServer, ScriptedEngine, toy_problems
@@ -477,3 +477,10 @@ async def test_a_target_that_ends_rollouts_stays_within_the_limit(
     assert sum(one.target_tokens for one in usage) <= most.target
     assert sum(one.draft_tokens for one in usage) <= most.draft
     assert sum(one.scored_tokens for one in usage) <= most.scored
+
+
+def test_the_advice_on_a_turn_limit_depends_on_who_set_it() -> None:
+    """If atts computed the limit on turns from the token limit, the advice names the token limit."""
+    derived = Truncation(8, 0, 1, max_tokens=512, turns=15, is_derived=True, context=0)
+    assert str(derived).endswith("raise --max-tokens, from which atts computes the limit on turns")
+    assert str(replace(derived, is_derived=False)).endswith("leave --turns out, or raise it")

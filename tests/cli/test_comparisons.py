@@ -17,6 +17,7 @@ import pytest
 
 from atts.analysis.planning import GradedCase, Option, PlanData, frontier, options, read_plan_data
 from atts.api import Setup, compare, evaluate_sync, plan
+from atts.cli.comparisons import option_flags
 from atts.core import Problem
 from atts.journal import JOURNAL, read_entries, read_outcomes
 from atts.pipelines import Policy
@@ -478,6 +479,17 @@ def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
     assert all(math.isclose(c.seconds, 1 + found.fixed * (c.turns - 1)) for c in found.choices)
 
 
+def test_a_plan_prints_only_flags_that_change_the_run(recorded: Path) -> None:
+    """The flags have a limit on turns only if it cuts rollouts, and a rate only if the method has
+    one.
+    """
+    first = next(options(read_plan_data(recorded)))
+    option = replace(first, method="atts", rate=0.2, samples=4, turns=8, is_cut=False)
+    assert option_flags(option) == "--method atts --rate 0.2 --samples 4"
+    assert option_flags(replace(option, is_cut=True)).endswith("--samples 4 --turns 8")
+    assert option_flags(replace(option, method="target-only")) == "--method target-only --samples 4"
+
+
 def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> None:
     """The plan's text has flags to copy and the data behind the advice, and its JSON has the same
     numbers.
@@ -485,10 +497,8 @@ def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> Non
     said = atts("plan", "runs/atts", "--tokens", "100000")
     assert said.code == 0
     best = json.loads(atts("plan", "runs/atts", "--tokens", "100000", "--json").out)["best"]
-    assert (
-        f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}"
-        in said.out
-    )
+    flags = f"  flags       --method atts --rate {best['rate']:g} --samples {best['samples']}"
+    assert flags + (f" --turns {best['turns']}" if best["is_cut"] else "") + "\n" in said.out
     assert "an average over all subsets" in said.out
     assert "no recorded setting stays below" in atts("plan", "runs/atts", "--tokens", "1").out
 

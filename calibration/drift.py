@@ -29,7 +29,7 @@ from atts.calibration.pools import Ranks
 from atts.calibration.scores import Measure, Scale, StoredScores
 from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError, counted
-from atts.sampling import binomial_tail, normal_quantile
+from atts.sampling import binomial_quantile, binomial_tail, normal_quantile
 
 # Up to this share of repeated scores, from 0 to 1, there is no warning.
 FEW = 0.02
@@ -558,6 +558,16 @@ class DomainCheck:
         cap = ordered[int(_CAP * (len(ordered) - 1))]
         return cls(tuple(_mean(values, cap) for values in questions.values()), cap, stored.scale)
 
+    @staticmethod
+    def false_warnings(questions: int) -> int:
+        """Return how many false warnings are normal: with probability 95 %, questions like the
+        stored ones do not get more.
+
+        >>> DomainCheck.false_warnings(1), DomainCheck.false_warnings(100)
+        (0, 9)
+        """
+        return int(binomial_quantile(1 - LEVEL, questions, LEVEL))
+
     def p_value(self, scores: Sequence[float]) -> float:
         """Return the p-value of the scores' mean among the means of the stored questions; worse
         scores give a smaller p-value.
@@ -574,7 +584,7 @@ class DomainCheck:
             return ""
         return (
             f"out of domain: on average, the {len(scores)} chunks of this problem score worse than "
-            f"the chunks of {100 * (1 - p):.1f} % of the {len(self.means)} calibration questions; "
+            f"the chunks of {100 * (1 - p):.1f} % of the {len(self.means)} problems in the stored scores; "
             "the gate and the models may be unsuitable for this problem"
         )
 

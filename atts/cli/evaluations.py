@@ -234,6 +234,10 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
 
 # With at least this many rollouts per problem, avg@N and cons@N are printed too.
 _MANY_ROLLOUTS = 16
+# With fewer problems, the realised rate of a gate that judges whole problems is often far off.
+_ENOUGH_PROBLEMS = 40
+# at most this many names of problems are printed in one line
+_MOST_NAMES = 5
 
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
@@ -249,6 +253,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("pass@1", f"{_share(summary.samples_right)}   mean of single rollouts{_leaning(result)}"),
         *_by_benchmark_names(result),
         (f"escalated {result.manifest.judged_unit}", _escalated(result, configuration)),
+        ("rollouts", _rollouts_by_model(result, configuration)),
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "
@@ -305,7 +310,27 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
 
     if not preset(configuration["method"]).has_rate:
         return f"{rate.counted()}   this method has no nominal rate"
-    return f"{rate.counted()}   nominal rate {configuration['rate']:g}"
+    nominal = float(configuration["rate"])
+    few = ""
+    if result.manifest.judged_unit == "problems" and rate.n_samples < _ENOUGH_PROBLEMS:
+        few = f"; with fewer than {_ENOUGH_PROBLEMS} problems, the rate may be far from it"
+    return f"{rate.counted()}   nominal rate {nominal:g}{few}"
+
+
+def _rollouts_by_model(result: RunResult, configuration: Configuration) -> str:
+    """Return which model wrote how many rollouts, if the gate escalates whole problems; otherwise
+    return "".
+    """
+    policy = configuration.setup().policy
+    if policy.escalates != "problem":
+        return ""
+    first = policy.waves[0].stop
+    samples = [sample.sample for problem in result.problems for sample in problem.samples]
+    drafted = sum(sample < first for sample in samples)
+    return (
+        f"{drafted:,} by the draft ({first} per problem), {len(samples) - drafted:,} by the target "
+        f"({policy.samples - first} per escalated problem)"
+    )
 
 
 def _answered_by(result: RunResult) -> str:
@@ -368,14 +393,24 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return how many problems have scores that look unlike the stored scores, with the reason for
-    the first of them. Return "" if there are none.
+    """Return which problems have scores that look unlike the stored scores. Return "" if chance
+    explains that many problems.
     """
-    doubted = [one for one in result.problems if one.doubt]
-    if not doubted:
+    from atts.calibration import DomainCheck
+
+    doubted = [one.problem for one in result.problems if one.doubt]
+    total = len(result.problems)
+    normal = DomainCheck.false_warnings(total)
+    if len(doubted) <= normal:
         return ""
-    reason = doubted[0].doubt.partition(": ")[2]
-    return f"{len(doubted)} of {counted(len(result.problems), 'problem')}: {reason}"
+    names = ", ".join(doubted[:_MOST_NAMES])
+    if len(doubted) > _MOST_NAMES:
+        names += f" and {len(doubted) - _MOST_NAMES:,} more"
+    return (
+        f"{len(doubted):,} of {counted(total, 'problem')} (normal: up to {normal:,}) with worse "
+        f"scores than nearly all problems in the stored scores: {names}; the gate and the models "
+        "may be unsuitable for these problems"
+    )
 
 
 def _share(estimate: Estimate) -> str:

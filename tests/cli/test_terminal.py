@@ -31,11 +31,14 @@ from atts import concurrency
 from atts.api import Setup, configure, evaluate
 from atts.cli.evaluations import result_table
 from atts.cli.progress import PlainLines, line, progress_display, table
+from atts.core import Usage
 from atts.engine import EngineSpec
 from atts.interrupts import run_async
 from atts.journal import (
     JOURNAL,
     Decided,
+    FinishedProblem,
+    FinishedSample,
     Sampled,
     Scored,
     SessionClosed,
@@ -343,6 +346,52 @@ def test_the_summary_counts_finished_of_all_problems(atts: Any, runs: Path) -> N
         " 0 of 3 problems, "
         in result_table(replace(whole, status="interrupted"), configuration, None)[0]
     )
+
+
+def test_the_summary_names_problems_out_of_domain_beyond_chance(runs: Path) -> None:
+    """The summary names the problems whose scores are unlike the stored scores, but only if there
+    are more of them than chance explains.
+    """
+    manifest = open_run(runs / "atts").manifest
+    configuration = configure({}, environment={}, folder=runs)
+    doubted = [
+        FinishedProblem(f"p{n}", "answered", "1", None, "", (), {}, Usage(), doubt="out of domain")
+        for n in range(7)
+    ]
+    plain = [replace(doubted[0], problem=f"q{n}", doubt="") for n in range(33)]
+    for count, is_named in ((4, False), (7, True)):
+        result = RunResult("finished", (*doubted[:count], *plain), manifest, 1.0)
+        text = "\n".join(result_table(result, configuration, None))
+        assert ("out of domain" in text) == is_named
+    assert "7 of 40 problems (normal: up to 4)" in text
+    assert "p0, p1, p2, p3, p4 and 2 more" in text
+
+
+def test_a_cascade_prints_which_model_wrote_its_rollouts(runs: Path) -> None:
+    """The summary of a cascade counts the rollouts of each model, and warns that few problems may
+    miss the nominal rate.
+    """
+    stored = open_run(runs / "atts").manifest
+    policy = stored.configuration["policy"]
+    values = {**policy.value, "escalates": "problem"}  # type: ignore[dict-item]
+    manifest = replace(
+        stored, configuration={**stored.configuration, "policy": replace(policy, value=values)}
+    )
+    flags = {"method": "cascade", "samples": 4}
+    samples = tuple(FinishedSample(n, "answer", "1") for n in range(4))
+    problems = (
+        FinishedProblem("a", "answered", "1", None, "", samples, {}, Usage(), "", 1, 1),
+        FinishedProblem("b", "answered", "1", None, "", samples[:2], {}, Usage(), "", 1, 0),
+    )
+    text = "\n".join(
+        result_table(
+            RunResult("finished", problems, manifest, 1.0),
+            configure(flags, environment={}, folder=runs),
+            None,
+        )
+    )
+    assert "4 by the draft (2 per problem), 2 by the target (2 per escalated problem)" in text
+    assert "with fewer than 40 problems, the rate may be far from it" in text
 
 
 class Heavy(ScriptedEngine):

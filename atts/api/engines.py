@@ -320,9 +320,11 @@ def check_engine_words(name: str) -> tuple[str, str]:
 
         if scheme not in SCHEMES:
             known = (*_LOCAL, "scripted", *SCHEMES, "ray")
+            is_model = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+            advice = f"; for a folder or a model of the hub, hf:{name}" if is_model else ""
             raise OptionError(
                 "engine",
-                f"{name!r} is not the address of an engine; write SCHEME or SCHEME:MODEL",
+                f"{name!r} is not the address of an engine; write SCHEME or SCHEME:MODEL{advice}",
                 known,
                 scheme,
             )

@@ -6,6 +6,7 @@ import errno
 import importlib
 import inspect
 import os
+import re
 import select
 import sys
 import traceback
@@ -116,11 +117,24 @@ def _run(words: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _no_number(value: str, kind: str) -> str:
+    """Say why a value is not a number; for a value in percent, say what to write instead."""
+    wanted = "a whole number" if kind.startswith("int") else "a number"
+    advice = ""
+    if re.fullmatch(r"\d+(\.\d+)? ?%", value):
+        advice = f"; for {value}, write {float(value.rstrip(' %')) / 100:g}"
+    return f"{value!r} is not {wanted}{advice}"
+
+
 def _misunderstood(error: Any) -> int:
     """Print the usage error on one line, and on a second line the command that prints the help.
     Return the exit code.
     """
     text = " ".join(str(error.format_message()).split())
+    # New versions of typer check values with pydantic, whose messages do not repeat the value.
+    for found in getattr(error.__cause__, "errors", list[Any])()[:1]:
+        if found["type"].startswith(("int", "float")):
+            text = text.replace(str(error.message), _no_number(str(found["input"]), found["type"]))
     # The message is empty if the user named no command; typer has then printed the help.
     if not text:
         return int(error.exit_code)

@@ -631,7 +631,9 @@ def _missing(table: RowTable, problem: str, wanted: str, advice: str = "") -> Da
     near = get_close_matches(wanted.lower(), columns, n=1, cutoff=0.6)
     hint = f"; did you mean {columns[near[0]]!r}?" if near else ""
     return DatasetError(
-        table.source, problem, f"Columns found: {', '.join(table.columns)}{hint} {advice}".rstrip()
+        table.source,
+        problem,
+        f"Columns found: {', '.join(table.columns)}{hint}" + (f". {advice}" if advice else ""),
     )
 
 

@@ -118,6 +118,18 @@ CASES = [
     Case("misspelt option", f"eval {RUN} --sampels 4", USAGE, ("--sampels", "--samples")),
     Case("option without a value", "eval --rate", USAGE, ("--rate",)),
     Case("word for a number", f"eval {RUN} --rate high", USAGE, ("--rate", "number")),
+    Case(
+        "percent for a number", f"eval {RUN} --rate 20%", USAGE, ("--rate", "'20%' is not", "0.2")
+    ),
+    Case(
+        "fraction of a sample", f"eval {RUN} --samples 2.5", USAGE, ("--samples", "'2.5'", "whole")
+    ),
+    Case(
+        "model of the hub without its scheme",
+        f"eval {RUN} --draft Qwen/Qwen3-0.6B",
+        USAGE,
+        ("hf:Qwen/Qwen3-0.6B",),
+    ),
     Case("rate = 2", f"eval {RUN} --rate 2", USAGE, ("--rate", "2", "[0, 1]")),
     Case("rate = nan", f"eval {RUN} --rate nan", USAGE, ("--rate", "nan")),
     Case("m = 0", "eval --samples 0", USAGE, ("--samples", "0")),

@@ -73,7 +73,7 @@ def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> 
     [
         (["math500"], "hf download --repo-type dataset HuggingFaceH4/MATH-500"),
         (["mathh500"], "did you mean 'math500'"),
-        (["{rows}"], "Columns found: Q, answer, level"),
+        (["{rows}"], "Columns found: Q, answer, level. "),
         (["{rows}", "--column", "Q"], "FIELD=COLUMN"),
         (["{rows}", "--network", "sometimes"], "sometimes"),
     ],

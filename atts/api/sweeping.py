@@ -47,8 +47,8 @@ from atts.journal import (
     REPLIES,
     SharedReplies,
     check_directory,
+    is_run_over,
     locked,
-    run_if_begun,
 )
 from atts.methods import preset
 from atts.run import Listener, RunOptions, RunResult, SharingEngine
@@ -320,7 +320,7 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
     left = [
         (number, point)
         for number, point in enumerate(planned.points, 1)
-        if not _is_over(point.directory)
+        if not is_run_over(point.directory)
     ]
     if not left:
         return None
@@ -399,15 +399,6 @@ def _roles_of(points: Iterable[SweepPoint]) -> tuple[Role, ...]:
 
 def _words(point: SweepPoint) -> tuple[str, str]:
     return str(point.configuration["draft"]), str(point.configuration["target"])
-
-
-def _is_over(directory: Path) -> bool:
-    """Return whether the run in a directory is complete."""
-    run = run_if_begun(directory)
-    if run is None:
-        return False
-    state = run.state()
-    return state.ended is not None and state.done == run.manifest.problems
 
 
 def _keep(planned: Sweep) -> None:

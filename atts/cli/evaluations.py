@@ -124,7 +124,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     from atts.api import check_resumes
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
-    from atts.journal import JOURNAL
+    from atts.journal import JOURNAL, is_run_over
     from atts.run import Progress, RunOptions
 
     directory = configuration.directory_of(shard)
@@ -136,7 +136,10 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
         tell(f"atts: {text}")
     check_resumes(directory, problems, setup, shard)
     if (directory / JOURNAL).exists():
-        tell(f"atts: continuing the run in {directory}; finished problems are not run again")
+        if is_run_over(directory):
+            tell(f"atts: the run in {directory} is finished; its results are printed again")
+        else:
+            tell(f"atts: continuing the run in {directory}; finished problems are not run again")
     listening = RunOptions(listeners=(progress,), caps=job.caps, prices=job.price_list)
 
     async def main() -> RunResult:
@@ -249,8 +252,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         problems = f"{summary.problems:,} of {counted(result.manifest.problems, 'problem')}"
     rows = [
         ("without a score", result.unscored_words),
-        ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
-        ("pass@1", f"{_share(summary.samples_right)}   mean of single rollouts{_leaning(result)}"),
+        *_accuracies(result),
         *_by_benchmark_names(result),
         (f"escalated {result.manifest.judged_unit}", _escalated(result, configuration)),
         ("rollouts", _rollouts_by_model(result, configuration)),
@@ -286,6 +288,30 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         "",
         f"{'run':<20}{result.directory}",
         *([f"{'report':<20}{page}"] if page is not None else []),
+    ]
+
+
+def _accuracies(result: RunResult) -> list[tuple[str, str]]:
+    """Return the rows of a run's accuracies. If no problem has a reference answer, return the first
+    answers instead.
+    """
+    lines = result.problems
+    if lines and all(line.verdict is None for line in lines):
+        shown = [(line.problem, line.answer or "none") for line in lines[:_MOST_NAMES]]
+        more = len(lines) - len(shown)
+        if more:
+            shown.append(("", f"and {more:,} more; --json prints all answers"))
+        return [
+            ("accuracy", "not measured, because the problems have no reference answers"),
+            *(
+                ("answer", f"{problem}: {answer}" if problem else answer)
+                for problem, answer in shown
+            ),
+        ]
+    summary = result.summary
+    return [
+        ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
+        ("pass@1", f"{_share(summary.samples_right)}   mean of single rollouts{_leaning(result)}"),
     ]
 
 

@@ -372,6 +372,19 @@ def run_if_begun(directory: Path) -> RecordedRun | None:
         return None
 
 
+def is_run_over(directory: Path) -> bool:
+    """Return whether all problems of the run in a directory have ended; False if no run was started
+    there.
+
+    :raises JournalError: the run cannot be read.
+    """
+    run = run_if_begun(directory)
+    if run is None:
+        return False
+    state = run.state()
+    return state.ended is not None and state.done == run.manifest.problems
+
+
 def open_run(
     directory: Path, advice: str = "Give the directory that `atts eval --out DIRECTORY` wrote"
 ) -> RecordedRun:

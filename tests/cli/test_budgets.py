@@ -224,6 +224,39 @@ def test_flags_evaluate_a_users_file(atts: Any, scripted: tuple[str, ...]) -> No
     assert "FIELD=COLUMN" in atts(*run, "--column", "text").err
 
 
+def test_problems_without_references_get_answers_instead_of_an_accuracy(
+    atts: Any, scripted: tuple[str, ...]
+) -> None:
+    """If no problem has a reference answer, the summary shows the first answers and no accuracy."""
+    lines = [json.dumps({"problem": f"Start at {k}. +1. What is the result?"}) for k in range(7)]
+    Path("open.jsonl").write_text("\n".join(lines) + "\n")
+    run = ("eval", "open.jsonl", "--answers", "optional", "--samples", "1", *scripted)
+    said = atts(*run, "--out", "runs/open")
+    assert said.code == 0
+    assert "no reference answers" in said.out
+    assert "pass@1" not in said.out
+    finished = [
+        json.loads(line) for line in atts(*run, "--out", "runs/open", "--json").out.splitlines()
+    ]
+    for problem in finished[:5]:
+        assert f"{problem['problem']}: {problem['answer'] or 'none'}" in said.out
+    assert "and 2 more" in said.out
+
+
+def test_a_finished_run_says_that_it_is_finished(atts: Any, scripted: tuple[str, ...]) -> None:
+    """The same command after the end of a run says that the run is finished. After an interrupt it
+    says that the run continues.
+    """
+    run = ("eval", "arithmetic[:2]", "--samples", "1", *scripted, "--out", "runs/end")
+    assert atts(*run).code == 0
+    said = atts(*run)
+    assert "is finished" in said.err
+    assert "continuing" not in said.err
+    journal = Path("runs/end/journal.jsonl")
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-30]))
+    assert "continuing the run" in atts(*run).err
+
+
 LONG, SHORT = 8192, 700
 ONE_MODEL: dict[str, Role] = {
     "target-only": "target",

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from atts.analysis.reports.charts import Axis, Chart, Plot
+from atts.analysis.reports.charts import LETTER, LINE, Axis, Chart, Plot
 from atts.analysis.reports.render import page
 from atts.analysis.reports.tables import ReportTable
 from atts.errors import JournalCorrupt, JournalError
@@ -675,9 +675,6 @@ def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
 COLOURS = 6
 """The number of different colours of curves. If there are more curves, some have the same colour.
 """
-# A baseline's label is below its line only if the next baseline is more than twice this number of
-# pixels away.
-_LABEL = 12.0
 
 
 def render_sweep(report: SweepReport) -> str:
@@ -713,12 +710,14 @@ def headline(report: SweepReport) -> str:
     said = (
         f"Best: {best.name}, accuracy {best.accuracy.brief()} for {best.target_tokens:,.0f} "
         "target tokens per problem"
+        if best.accuracy.value
+        else "No combination of settings solved a problem"
     )
     if target is None:
         return said
     return (
         f"{said}; the target alone reaches {target.accuracy.brief()} for "
-        f"{target.target_tokens:,.0f}"
+        f"{target.target_tokens:,.0f} target tokens per problem"
     )
 
 
@@ -793,6 +792,7 @@ def _curve(
     along: str | None,
 ) -> Iterator[str]:
     at = [cost(p) for p in points]
+    free = -math.inf  # right end of the previous label, in pixels
     if len(points) > 1 and along is not None:
         yield plot.band(at, [p.accuracy.low for p in points], [p.accuracy.high for p in points])
         yield plot.line([(x, p.accuracy.value) for x, p in zip(at, points, strict=True)], "main")
@@ -802,7 +802,12 @@ def _curve(
         tip = f"{p.name}: {p.accuracy.brief()}, {x:,.1f} {plot.x.label}"
         yield plot.dot(x, p.accuracy.value, "run", tip)
         if along is not None and len(points) > 1:
-            yield plot.text(x, p.accuracy.value, f"{p.values[along]}", "middle", 0, -3)
+            label = f"{p.values[along]}"
+            half = LETTER * len(label) / 2
+            # a label without room is left out; the point has a tooltip
+            if plot.across(x) - half > free:
+                yield plot.text(x, p.accuracy.value, label, "middle", 0, -3)
+                free = plot.across(x) + half
 
 
 def _baselines(
@@ -810,10 +815,10 @@ def _baselines(
 ) -> Iterator[str]:
     """Draw a dashed line for each baseline, with a point at the baseline's cost.
 
-    The name of the baseline is at the right end of the line. It is below the line, or above the
-    line if there is no room below.
+    The name of the baseline is at the right end of the line. It is below the line, or as much
+    higher as is needed not to cover the names of lower lines.
     """
-    taken = list[float]()
+    free = plot.up(plot.y.low) - 2  # bottom of the room that is left for names, in pixels
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
         if not p.is_drawn:
             continue
@@ -827,9 +832,10 @@ def _baselines(
             3,
         )
         up = plot.up(value)
-        drop = 2 * _LABEL - 4 if all(abs(up - other) > 2 * _LABEL for other in taken) else 0.0
-        taken.append(up)
-        yield plot.text(plot.x.high, value, p.name, "end", -6, drop)
+        foot = min(up + LINE, free)
+        free = foot - LINE
+        # `text` writes 7 pixels above the line unless it is given a drop
+        yield plot.text(plot.x.high, value, p.name, "end", -6, foot - up + 7)
 
 
 def _ceiling(

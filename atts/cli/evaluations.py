@@ -241,6 +241,9 @@ _MANY_ROLLOUTS = 16
 _ENOUGH_PROBLEMS = 40
 # at most this many names of problems are printed in one line
 _MOST_NAMES = 5
+# If fewer tokens than this share of the target's tokens were proposed, the summary does not mention
+# speculation.
+_FEW_PROPOSED = 0.05
 
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
@@ -263,7 +266,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),
-        ("speculation", "" if result.speculated is None else str(result.speculated)),
+        ("speculation", _speculation(result)),
         ("combined", "" if result.combined is None else str(result.combined)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
@@ -376,10 +379,19 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f", without {counted(spared, 'rollout')} that were cancelled when the vote was settled. "
-        "Slow rollouts are cancelled more often, so pass@1 is biased towards fast rollouts "
-        "(--early-stop none runs all rollouts)"
+        f", without {counted(spared, 'rollout')} cancelled after the vote was settled; slow rollouts "
+        "are cancelled more often, so this mean favours fast ones (--early-stop none runs all)"
     )
+
+
+def _speculation(result: RunResult) -> str:
+    """Return a summary of speculative decoding, or "" if it was hardly used."""
+    counters = result.speculated
+    if counters is None:
+        return ""
+    if 0 < counters.proposed < _FEW_PROPOSED * result.summary.usage.target_tokens:
+        return ""
+    return str(counters)
 
 
 def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ import atts
 from atts.analysis import Standing, build_report, render, save_report
 from atts.analysis.reports.build import timing
 from atts.analysis.reports.charts import calibration_charts
+from atts.analysis.reports.headline import calibration_caveats, run_caveats
 from atts.analysis.reports.numbers import GroupRate, StatedGuarantee
 from atts.analysis.reports.rate_control import rate_control
 from atts.analysis.reports.run_data import Pages, pack, read_run_data, shorten
@@ -39,6 +40,7 @@ from atts.journal import (
     FinishedProblem,
     JournalOptions,
     Observed,
+    Warned,
     load_manifest,
     open_journal,
     open_run,
@@ -273,6 +275,22 @@ def test_a_user_gate_states_its_own_guarantee(evaluate_into: Any, tmp_path: Path
     assert "LuckyGate is not one of the gates of atts" in silent.calibration.promise.guarantee
     assert proud.calibration.promise.guarantee == "nothing escalates"
     assert proud.calibration.promise.voided_by == "a second rollout"
+
+
+def test_rates_per_turn_are_no_caveat_if_the_gate_controls_the_whole_run(
+    evaluate_into: Any, tmp_path: Path
+) -> None:
+    """By default the gate keeps the rate of the whole run. Turns with another rate are then no
+    reason to distrust the numbers.
+    """
+    for scope in ("aci", "question-turn"):
+        report = build_report(evaluate_into(tmp_path / scope, 2, rate_scope=scope)).report
+        control = report.calibration
+        assert control is not None
+        every = replace(control.turns[0], escalated=control.turns[0].decisions)
+        assert not every.inside
+        codes = [caveat.code for caveat in calibration_caveats(replace(control, turns=(every,)))]
+        assert ("turns" in codes) == (scope == "question-turn")
 
 
 def test_a_report_compares_with_other_runs(run: Path, other_run: Path) -> None:
@@ -579,3 +597,18 @@ def test_a_chart_of_many_questions_draws_some() -> None:
     chart = next(one for one in calibration_charts(control) if one.title == "Rate by question")
     assert 500 <= chart.picture.count("<circle") <= 1001
     assert "one of every 4 questions" in chart.caption
+
+
+@pytest.mark.parametrize(("warned", "standing"), [(2, "good"), (5, "care")])
+def test_few_problems_out_of_domain_are_no_reason_to_distrust_a_run(
+    warned: int, standing: Standing, run: Path
+) -> None:
+    """Some warnings about problems out of domain are normal. Only more warnings than chance
+    explains lower the report's verdict.
+    """
+    data = read_run_data(run, 1_000_000)
+    names = list(data.problems)[:warned]
+    data.warned.extend(Warned("domain", "out of domain: worse scores", name) for name in names)
+    (caveat,) = [one for one in run_caveats(data) if one.code == "domain"]
+    assert caveat.standing == standing
+    assert "by chance, up to" in caveat.text

@@ -147,9 +147,11 @@ def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
     every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
-    leaning = r"pass@1 .*, without \d+ rollouts? that were cancelled when the vote was settled\. .* so pass@1"
+    leaning = (
+        r"pass@1 .*, without \d+ rollouts? cancelled after the vote was settled; .* favours fast"
+    )
     assert re.search(leaning, some)
-    assert "biased towards fast" not in every
+    assert "favours fast" not in every
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
     server = atts("eval", "arithmetic[:1]", "--target", "vllm:http://h:1/M", "--dry-run")
     assert "nothing: atts speculates only if draft and target run on this machine" in server.out
     named = atts("eval", "arithmetic[:1]", "--set", "speculate=pearl", "--dry-run")
-    assert "by the draft (speculate=pearl)" in named.out
+    assert "the draft (speculate=pearl)" in named.out
     own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")
     assert "the drafter named in the target's address" in own.out
 

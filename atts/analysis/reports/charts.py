@@ -159,7 +159,9 @@ class Plot:
         shift: float = 0.0,
         drop: float = 0.0,
     ) -> str:
-        """Return a text label at a position of the plot."""
+        """Return a text label at a position of the plot, `shift` pixels to the right and `drop`
+        pixels below it.
+        """
         across, up = self.at(x, y)
         place = f'x="{_n(across + shift)}" y="{_n(up - 7 + drop)}"'
         return f'<text class="label" {place} text-anchor="{anchor}">{escape(text)}</text>'
@@ -235,9 +237,12 @@ def _by_turn(control: RateControl) -> Chart:
         if control.nominal
     ]
     marks += [
-        plot.bar(n - 0.3, n + 0.3, group.share, "bar" if group.inside else "bar off", _tip(group))
+        plot.bar(
+            n - 0.3, n + 0.3, group.share,
+            "bar off" if control.controls_turns and not group.inside else "bar", _tip(group),
+        )
         for n, group in enumerate(shown)
-    ]
+    ]  # fmt: skip
     words = "Each bar is the share of a turn's chunks that were escalated."
     if control.nominal is not None:
         marks.append(
@@ -247,6 +252,8 @@ def _by_turn(control: RateControl) -> Chart:
             " If every decision were a coin toss at the nominal rate, all bars would be inside "
             "the grey band with 95 % probability."
         )
+        if not control.controls_turns:
+            words += " This gate does not keep the rate in each turn, so bars may be outside."
     return Chart.of(
         "Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn"
     )
@@ -514,8 +521,8 @@ _LEGEND = (
     ("samples", "votes over fewer rollouts"),
     ("turns", "rollouts cut after the stated number of turns"),
 )
-_LETTER = 6.6
-_LINE = 13.0
+LETTER = 6.6  # mean width of a letter in pixels
+LINE = 13.0  # height of a line of text in pixels
 # two points are close if their distances in x and in y are both below this number of pixels
 _CLOSE = 30.0
 _PLACES = (
@@ -716,11 +723,11 @@ def _labels(
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
     for p in _by_weight(points):
         across, up = plot.at(*places[p])
-        wide = _LETTER * len(p.label)
+        wide = LETTER * len(p.label)
         for right, below in _places((across, up), dots):
             left = across + right if right > 0 else across + right - wide
-            box = (left, left + wide, up + below - _LINE + 3, up + below + 3)
-            begin = (left if right > 0 else left + wide, up + below - _LINE / 2 + 3)
+            box = (left, left + wide, up + below - LINE + 3, up + below + 3)
+            begin = (left if right > 0 else left + wide, up + below - LINE / 2 + 3)
             if _is_free(box, taken, plot) and min(dots, key=partial(math.dist, begin)) == (
                 across,
                 up,

@@ -22,6 +22,7 @@ from atts.analysis.reports.numbers import (
     Spend,
 )
 from atts.analysis.reports.run_data import ProblemFacts, RunData
+from atts.calibration import DomainCheck
 from atts.core import Usage
 from atts.errors import counted
 from atts.evaluators import (
@@ -336,8 +337,8 @@ def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...
         *_truncation(data),
         *_flags(data),
         *_grading(data),
-        *_calibration(calibration),
-        *_own(data),
+        *calibration_caveats(calibration),
+        *run_caveats(data),
     ]
     order = {"bad": 0, "care": 1, "good": 2}
     return tuple(sorted(unsorted, key=lambda caveat: (order[caveat.standing], -caveat.count)))
@@ -418,7 +419,8 @@ def _grading(data: RunData) -> Iterator[Caveat]:
             yield Caveat(code, told.standing, len(problems), told.text, tuple(problems[:_SHOWN]))
 
 
-def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
+def calibration_caveats(calibration: RateControl | None) -> Iterable[Caveat]:
+    """Yield the caveats about the rate and about the scores."""
     if calibration is None or calibration.nominal is None:
         return
     if calibration.forced:
@@ -437,7 +439,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             f"scores into the run, a drift alarm was raised: {alarm.text}{acted}",
         )
     outside = [group.name for group in calibration.turns if not group.inside]
-    if outside:
+    if outside and calibration.controls_turns:
         yield Caveat(
             "turns",
             "care",
@@ -447,20 +449,20 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
         )
 
 
-def _own(data: RunData) -> Iterator[Caveat]:
+def run_caveats(data: RunData) -> Iterator[Caveat]:
     """Yield the warnings that the run recorded as caveats, one caveat for each kind of warning."""
     counts = Counter(warned.code for warned in data.warned)
     first = {warned.code: warned for warned in reversed(data.warned)}
     for code, count in counts.items():
         warned = first[code]
         places = tuple((w.problem, w.sample) for w in data.warned if w.code == code and w.problem)
-        yield Caveat(
-            code,
-            "good" if code in ("interrupted", COMPARED) else "care",
-            count,
-            warned.text,
-            places[:_SHOWN],
-        )
+        text = warned.text
+        is_normal = code in ("interrupted", COMPARED)
+        if code == "domain":
+            normal = DomainCheck.false_warnings(len(data.problems))
+            is_normal = count <= normal
+            text = f"{text} (by chance, up to {counted(normal, 'problem')} would get this warning)"
+        yield Caveat(code, "good" if is_normal else "care", count, text, places[:_SHOWN])
 
 
 _STANDINGS = {

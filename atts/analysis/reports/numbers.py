@@ -255,6 +255,13 @@ class RateControl:
     promise: StatedGuarantee
     metrics: Mapping[str, float]
 
+    @property
+    def controls_turns(self) -> bool:
+        """Return whether the gate keeps the rate in each turn; with other rate scopes, the rate may
+        differ from turn to turn.
+        """
+        return self.promise.mode == "question-turn"
+
     def check(self) -> RateCheck | None:
         """Compare the realised rate with the nominal rate; return None if the gate has no nominal
         rate.

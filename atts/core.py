@@ -487,6 +487,12 @@ class Rollout:
     # weaker rules.
     is_fallback_answer: bool = False
 
+    def __str__(self) -> str:
+        """Summarise the rollout in one line, without its text."""
+        turns = f"{len(self.turns)} turn" + "s" * (len(self.turns) != 1)
+        ended = self.finish or "running"
+        return f"{self.problem}, rollout {self.sample}: answer {self.answer}; {turns}; {ended}"
+
     def ids(self, role: Role) -> TokenIds:
         """Return the ids of the prompt and the chunks in the tokenizer of the given model."""
         ids = list(self.prompt.ids(role))
@@ -589,6 +595,12 @@ class Outcome:
     # A warning to the user, for example that the problem differs from the calibration problems.
     doubt: str = ""
     combination: Combination | None = None  # None if the vote alone decided the answer
+
+    def __str__(self) -> str:
+        """Summarise the outcome in one line, without the texts of its rollouts."""
+        votes = ", ".join(f"{answer} ({count:g})" for answer, count in self.votes.items())
+        rollouts = f"{len(self.rollouts)} rollout" + "s" * (len(self.rollouts) != 1)
+        return f"{self.problem.id}: answer {self.answer}; votes {votes or 'none'}; {rollouts}"
 
     @property
     def is_complete(self) -> bool:

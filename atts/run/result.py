@@ -383,6 +383,16 @@ class RunResult:
     speculated: Speculated | None = None
     unscored: int = 0  # number of the gate's decisions that were made without a usable score
 
+    def __str__(self) -> str:
+        """Summarise the result in one line."""
+        said = (
+            f"{self.status}: {counted(len(self.problems), 'problem')}, "
+            f"accuracy {self.accuracy.brief('not measured')}"
+        )
+        if self.rate.n_samples:
+            said += f", escalated {self.rate.counted()}"
+        return said if self.directory is None else f"{said}, in {self.directory}"
+
     @cached_property
     def summary(self) -> Summary:
         """Return the statistics of the finished problems."""

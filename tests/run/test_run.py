@@ -15,7 +15,7 @@ import anyio
 import psutil
 import pytest
 
-from atts.api import Setup, answers_for
+from atts.api import Setup, answers_for, evaluate_sync, solve_sync
 from atts.calibration import Calibrator
 from atts.core import (
     HOLD,
@@ -806,3 +806,18 @@ def test_every_part_of_two_usages_adds_up() -> None:
     ]
     assert total.target_share == pytest.approx(22 / 33)
     assert Usage().target_share == 0.0
+
+
+def test_results_print_as_one_short_line(tmp_path: Any) -> None:
+    """An outcome, a rollout and a run's result print as one line each, without texts and ids."""
+    setup = Setup("scripted", "scripted", policy=Policy(samples=4))
+    problems = toy_problems(3)
+    outcome = solve_sync(problems[0], setup)
+    result = evaluate_sync(problems, setup, directory=tmp_path / "run")
+    printed = [str(outcome), str(outcome.rollouts[0]), str(result)]
+    assert all(len(line) < 300 and "\n" not in line for line in printed)
+    assert f"answer {outcome.answer}" in printed[0]
+    assert "4 rollouts" in printed[0]
+    assert "rollout 0" in printed[1]
+    assert "finished: 3 problems, accuracy" in printed[2]
+    assert str(tmp_path / "run") in printed[2]

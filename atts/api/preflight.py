@@ -449,7 +449,7 @@ def _disk(directory: Path) -> Iterator[Check]:
             "Free some space, or put the run elsewhere with --out; the run's journal stores "
             "every token"
         )
-    yield Check("disk", status, f"{free:,.1f} GB free for {directory}", advice)
+    yield Check("disk", status, f"{free:,.1f} GB free for runs in {directory.parent}", advice)
 
 
 def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -> Iterator[Check]:

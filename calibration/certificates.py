@@ -299,7 +299,8 @@ class Certificate:
     """The result of a certification: `chosen` is the cheapest certified policy, or None.
 
     A net certificate also has `superior`: the cheapest policy that was shown to be correct more
-    often than the target alone, or None. Both statements are true with the same probability.
+    often than the target alone, or None. The statement about `chosen` and the statement about
+    `superior` are each true with probability 1 - delta.
     """
 
     epsilon: float
@@ -380,8 +381,8 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
 def _with_choice(outcome: Certificate, share: float) -> Certificate:
     """Return the outcome with the cheapest certified policy in `chosen`.
 
-    If no policy is certified and `needed` is known, it is raised to at least one more than the
-    number of problems tested.
+    If no policy is certified and `needed` is known, `needed` is raised to at least one more than
+    the number of tested problems.
     """
     chosen = _cheapest(outcome.tested)
     needed = outcome.needed
@@ -391,8 +392,8 @@ def _with_choice(outcome: Certificate, share: float) -> Certificate:
 
 
 def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) -> int | None:
-    """Estimate how many problems like these would certify epsilon; None if the mean net loss is not
-    below epsilon.
+    """Estimate how many problems with losses like these are needed to certify epsilon; None if the
+    mean net loss is not below epsilon.
 
     The estimate uses the normal approximation of the mean net loss.
     """
@@ -514,7 +515,8 @@ class _Step:
 def certify_abstention(
     confidence: Sequence[float], wrong: Sequence[bool], risk: float, kept: float = 0.9
 ) -> Abstention:
-    """Certify the lowest threshold at which the share of wrong answers is at most `risk`.
+    """Certify the lowest confidence threshold at which the share of wrong answers among the given
+    answers is at most `risk`.
 
     The guarantee holds with probability `kept` over the random choice of the labelled problems.
     Each problem has one confidence in [0, 1] and one label; a problem without an answer has

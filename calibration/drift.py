@@ -170,11 +170,13 @@ class DuplicateScores:
 
 
 def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
-    """Return the p-value of "scores repeat in live questions as often as in stored questions".
+    """Return the p-value of the hypothesis that scores repeat in live questions as often as in
+    stored questions.
 
-    It is the binomial probability of at least as many live questions without repeated scores as
-    there are. For smoothing, one question without repeats is added to the stored questions. The
-    p-value is 1 if there are too few live rollouts.
+    A question is distinct if its first scores are all different. The p-value is the binomial
+    probability of at least the observed number of distinct live questions. For smoothing, one
+    distinct question is added to the stored questions. The p-value is 1 if there are too few live
+    rollouts.
     """
     depth = stored.depth(live)
     theirs = _are_distinct(stored.questions, depth)
@@ -329,11 +331,12 @@ _FLAT = 0.1  # standard deviations below this value are raised to it, to avoid a
 class TwoSampleTest:
     """The two p-values of a test that compares live and stored questions.
 
-    `drawn` is the p-value of "the live questions are draws from the stored questions".
-    `exchangeable` is the p-value of "live and stored questions are draws from one distribution". It
-    is larger, because it treats the stored questions as a sample too. Both p-values are valid for
-    any scores, because they are ranks among statistics of simulated runs without drift.
-    `exchangeable` is computed only if `drawn` is at most `significance`.
+    `drawn` tests the hypothesis that the live questions are a random sample of the stored
+    questions. `exchangeable` tests the hypothesis that live and stored questions are samples of one
+    distribution. `exchangeable` is usually larger than `drawn`, because it treats the stored
+    questions as a sample too. Both p-values are valid for any scores, because they are ranks among
+    statistics of simulated runs without drift. `exchangeable` is computed only if `drawn` is at
+    most `significance`.
     """
 
     drawn: float
@@ -447,13 +450,15 @@ def _distances(scores: Floats) -> Floats:
 
 
 def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions: int) -> Floats:
-    """Return the log likelihood ratio of several runs, each of which has `questions` questions.
+    """Return the log likelihood ratio of each of several runs, which all have `questions`
+    questions.
 
-    A row of `weights` describes one run: it says which fraction of the run's questions has each row
-    of `scores`. The ratio compares a fixed mixture of normal distributions with a normal fit of
-    `reference`. The mixture has other means, widths and correlations. If scores are not normal, the
-    test detects less but raises no more false alarms, because ratios are compared only with those
-    of simulated runs.
+    Each row of `weights` describes one run. Entry i of the row is the fraction of the run's
+    questions whose scores are row i of `scores`. The ratio compares a fixed mixture of normal
+    distributions with one normal distribution fitted to `reference`. The distributions in the
+    mixture have other means, widths and correlations. If scores are not normal, the test detects
+    less drift. It raises no more false alarms than with normal scores, because ratios are compared
+    only with those of simulated runs.
     """
     centre = reference.mean(axis=0)
     width = np.maximum(reference.std(axis=0), _FLAT)

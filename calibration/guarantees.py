@@ -84,23 +84,24 @@ class Facts:
 
     @property
     def aci_bound(self) -> float:
-        """Return the bound on the sum of errors of mode "aci", for any sequence.
+        """Return a bound, for any sequence of scores, on the absolute sum of (rate - escalated) in
+        mode "aci".
 
         The level starts at the rate and moves by step * (rate - escalated). Every chunk is accepted
-        at or below 0, and escalated at or above 1. So the level can pass 0 or 1 by one step at
-        most. Its range divided by the step bounds the sum of errors (Gibbs and Candès, 2021,
-        proposition 4.1).
+        if the level is at most 0, and escalated if the level is at least 1. So the level can pass 0
+        or 1 by one step at most. The range of the level, divided by the step, bounds the sum (Gibbs
+        and Candès, 2021, proposition 4.1).
         """
         step = self.tuning.aci_step
         return (max(self.rate, 1 - self.rate) + step) / step
 
     @property
     def aci_now(self) -> str:
-        """Return the text of the bound that holds for any sequence: now, or at the end of a run of
-        known length.
+        """Return the text of the bound that holds for any sequence of scores. The bound is for the
+        end of the run if the number of remaining decisions is known, and otherwise for now.
 
-        The text is empty if too few decisions were taken for the bound to exclude any rate from 0
-        to 1.
+        If this number is unknown, the text is empty until enough decisions were taken for the bound
+        to exclude any rate from 0 to 1.
         """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
@@ -174,10 +175,11 @@ class Facts:
 
     @property
     def question_bound(self) -> float:
-        """Return the bound on the sum of errors of each question, for any sequence.
+        """Return a bound, for any sequence of scores, on the absolute sum of (rate - escalated)
+        over the decisions on one question.
 
-        Once the deficit reaches the limit, every decision reduces it, whatever the score. So the
-        sum of errors exceeds the limit by one decision at most.
+        Once the absolute sum reaches the limit, every decision reduces it, whatever the score. So
+        the absolute sum exceeds the limit by one decision at most.
         """
         return self.tuning.limit_at(self.rate) + 1
 

@@ -35,10 +35,10 @@ class Examples:
 class AdvantageJudge:
     """A linear model that predicts the gain from an escalation, and its measured gain over a coin.
 
-    The gain over a coin is a difference per chunk. It is the gain from escalating the share `rate`
-    with the best predictions, minus the gain from escalating as many random chunks. The gain is
-    cross-validated by problem: each chunk is ranked by a judge that was fitted without the chunks
-    of its problem.
+    The gain over a coin compares the judge with random escalation. It is the gain from escalating
+    the share `rate` with the best predictions, minus the gain from escalating as many random
+    chunks, per chunk. The gain is cross-validated by problem: each chunk is ranked by a judge that
+    was fitted without the chunks of its problem.
     """
 
     names: tuple[str, ...]

@@ -414,7 +414,9 @@ class Calibrator(Persisted):
 
     @property
     def next_issue(self) -> int:
-        """Return the issue number of the next score."""
+        """Return the issue number that the next score gets: one more than the highest number so
+        far.
+        """
         return self._order.next_issue
 
     def settle(self) -> None:

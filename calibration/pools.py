@@ -366,7 +366,8 @@ class LengthStrata(Persisted):
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
-        """Copy the strata of a state if there are none yet; else add only the missing scores.
+        """Copy all strata of a saved state if this object has none yet; else add only those scores
+        of the state that this object lacks.
 
         Both calibrators started from the same stored scores, which must not count twice.
         """
@@ -469,7 +470,7 @@ class Frozen(Pooled):
 class ByTurn(ScorePool):
     """One pool per turn, and a pool of all turns, which is used while a turn has too few scores.
 
-    Without a minimum there are no pools per turn, and the pool of all turns is always used.
+    If `minimum` is None, there are no pools per turn, and the pool of all turns is always used.
     """
 
     __slots__ = ("_all", "_minimum", "_turns")

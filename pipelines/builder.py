@@ -42,7 +42,7 @@ from atts.sampling import Seed
 
 
 async def _nothing_to_prepare(answers: Sequence[str | None]) -> None:
-    """Do nothing, because these answers can be grouped without preparation."""
+    """Do nothing, because by default answers can be grouped without preparation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class RolloutEngine(Engine, Protocol):
     has_recorded_calls: bool
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the scores that an earlier session recorded for the same call, or None. Reading
-        them does not remove the record, which later answers the call itself.
+        """Return the scores that an earlier session recorded for the same call, or None. The record
+        is kept, so that the call itself can use it later.
         """
         ...
 

@@ -51,12 +51,12 @@ _END_OF_THOUGHT = "</think>"
 
 
 def odds(better: int, worse: int) -> float:
-    """Return the odds that improvements are likelier than deteriorations, and not just as likely.
-    `better` and `worse` count the improved and the deteriorated cases.
+    """Return the odds of "improvements are likelier than deteriorations" against "both are equally
+    likely". `better` and `worse` count the improved and the deteriorated cases.
 
     If improvements are likelier, their probability has a uniform prior on (1/2, 1). If both are
-    equally likely, the odds ever exceed 10 during a run with probability at most 1/10: they are a
-    martingale (Ville's inequality).
+    equally likely, the odds are a martingale. The probability that they ever exceed 10 during a run
+    is then at most 1/10 (Ville's inequality).
 
     >>> odds(0, 0), odds(5, 0), round(odds(1, 4), 2)
     (1.0, 10.5, 0.23)

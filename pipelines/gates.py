@@ -388,21 +388,22 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """A wrapper that limits how often a gate escalates: if no slot is left, the chunk is accepted.
+    """A wrapper that limits how often a gate escalates. Above the limit, chunks are accepted
+    instead.
 
-    `take` reserves a slot, and returns False if no slot is left. The inner gate observes the action
-    that was carried out.
+    `take` reserves one escalation, and returns False if the limit is reached. The inner gate
+    observes the action that was carried out.
     """
 
     inner: Gate
     take: Callable[[Features], bool]
 
     def preview(self, features: Features) -> Decision:
-        """Return the inner gate's decision, but accept if no slot is left."""
+        """Return the inner gate's decision, but accept if the limit on escalations is reached."""
         return self._capped(features, self.inner.preview(features))
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the inner gate's decision, but accept if no slot is left."""
+        """Return the inner gate's decision, but accept if the limit on escalations is reached."""
         return self._capped(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:

@@ -317,8 +317,8 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
 
 
 async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Let the draft read its chunk again and return an entropy per token. Return the proposal with
-    a score from these entropies.
+    """Let the draft read its chunk again, and return the proposal with a score from the draft's
+    entropy at each token.
     """
     chunk = proposal.chunk
     request = ScoreRequest(

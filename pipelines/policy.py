@@ -135,8 +135,9 @@ class ConfidenceStop:
     ends once its confidence is below a threshold.
 
     The confidence of a rollout is its lowest mean log-probability over `window` consecutive tokens.
-    The threshold is the quantile `1 - keep` of the confidences of those first rollouts. No rollout
-    is stopped before all of them have ended. They are too few for a statistical guarantee.
+    The threshold is the quantile `1 - keep` of the confidences of the first `warmup` rollouts. No
+    rollout is stopped before these rollouts have ended. There are too few of them for a statistical
+    guarantee.
     """
 
     warmup: Annotated[

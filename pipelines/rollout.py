@@ -1,7 +1,7 @@
 """Solve one problem: run its rollouts concurrently, turn by turn, and let them vote.
 
-The first part is method exact, in which the draft proposes tokens, and the target draws the tokens
-of the text while it scores.
+The first part is method exact: the draft proposes tokens, and the target samples the tokens of the
+text while it scores the proposed tokens.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ _UNITS: Mapping[ScoreKind, str] = {
     "prm": "nats",
     "verdict": "nats",
 }
-"""Units of the kinds of score that are shown as a logarithm."""
+"""For each kind of score that is shown as a logarithm: the unit of the logarithm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,14 +97,14 @@ class WriterChoice:
 
     The text is the same for both writers, so the choice depends only on the tokens per second of
     all rollouts together. The target writes first, so that its speed is known. Then the draft
-    writes one chunk. If this chunk was much faster, the draft writes a stretch (several consecutive
-    chunks). If not, it writes a stretch once the run is so long that a slow stretch matters little.
-    If the stretch gave more tokens per second, the draft continues. From time to time the slower
-    writer gets another try.
+    writes one chunk. If this chunk was much faster than the target's chunks, the draft writes a
+    stretch (several consecutive chunks). If not, the draft writes a stretch once the run is so long
+    that a slow stretch matters little. If the stretch gave more tokens per second than the target,
+    the draft continues. From time to time the slower writer gets another try.
 
     After each score, the time lost by the current try of the draft is estimated from the target's
-    speed. Tries may lose 2 % of the run's time, or early in a run a quarter of a chunk's time.
-    After that, the target finishes the chunks that the draft has begun.
+    speed. Tries may lose 2 % of the run's time, or early in a run a quarter of a chunk's time. If
+    more time is lost, the target finishes the chunks that the draft has begun.
     """
 
     writer: Role = "target"  # the model that writes this stretch of chunks

@@ -396,9 +396,9 @@ _HALVED = 400  # bits that are added where a result has only half as many certai
 def _root(mp: Any, inside: Number, radius: Number) -> Number:
     """Bound the slope of a function whose derivative is 1 / sqrt(inside).
 
-    If the error of the argument may be larger than `inside`, the slope has no bound. But the result
-    then changes by at most about the square root of the error, which is the error times the value
-    returned here.
+    If the argument's error `radius` is larger than `inside`, the slope may be infinite, but the
+    function then changes by at most about sqrt(radius). In that case return 1 / sqrt(radius): the
+    error times this value is sqrt(radius).
     """
     return 1 / mp.sqrt(max(abs(inside), radius))
 

@@ -64,7 +64,7 @@ def speaks_of_reals(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """A builder of sets of real numbers. The ends of intervals are compared as numbers."""
+    """A builder of sets of real numbers. It orders the ends of intervals by numeric value."""
 
     prober: Prober
 
@@ -259,7 +259,8 @@ class Line:
     def shared(self, regions: Sequence[Region], least: int) -> Region:
         """Return the numbers that are in at least `least` of the sets.
 
-        With `least` = 1, the result is the union. With the number of sets, it is the intersection.
+        If `least` is 1, the result is the union of the sets. If it is the number of sets, the
+        result is their intersection.
         """
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)

@@ -141,11 +141,11 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
-    """Return the fraction of items that are counted, such as escalated chunks, with Wilson's
-    interval clustered by problem.
+    """Return the fraction of items with a property, such as escalated chunks among all chunks, with
+    Wilson's interval clustered by problem.
 
-    `counts` has a pair for each problem: the number of counted items and the number of all items.
-    Problems with more items have more weight, unlike in `mean_estimate`.
+    `counts` has a pair for each problem: the number of items with the property, and the number of
+    all items. Problems with more items have more weight, unlike in `mean_estimate`.
 
     :raises OptionError: if a count is negative or above its total, or the level is outside (0, 1).
     """

@@ -473,8 +473,8 @@ class Power:
     `needed` has the number of problems that each difference in `POINTS` needs. `detectable` is the
     smallest difference, in percentage points, that the planned problems detect with 80 % power.
 
-    If `paired_power` gets a `spread` of 0, both numbers assume that the methods differ equally on
-    every problem. More problems are needed if they do not.
+    If `paired_power` gets a `spread` of 0, `needed` and `detectable` assume that the methods differ
+    equally on every problem. If the difference varies between problems, more problems are needed.
     """
 
     samples: int

@@ -66,8 +66,8 @@ def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
-    """Return G-pass@k for each problem: the probability that at least a fraction `tau` of k samples
-    is correct, and at least one.
+    """Return G-pass@k for each problem: the probability that at least one of k samples is correct,
+    and at least the fraction `tau` of them.
 
     It is equal to pass@k for `tau` near 0, equal to pass^k for `tau` = 1, and NaN if n < k. Raises
     OptionError for a `tau` outside [0, 1], a k below 1 and impossible counts.
@@ -318,7 +318,9 @@ class GradedSample(Protocol):
 
 
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function that groups equal answers. It returns a class number for each string."""
+"""A function that groups equal answers: it returns a class number for each answer, and equal
+answers have the same number.
+"""
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:

@@ -213,7 +213,9 @@ class _Lexer:
         return end
 
     def _is_in_root(self) -> bool:
-        """Return True if the innermost open brace belongs to a root, in which 3mg is a product."""
+        """Return True if the innermost open brace belongs to a square root. Letters in a root are
+        variables and not units, so 3mg is a product there.
+        """
         depth = 0
         for at in range(len(self.tokens) - 1, 0, -1):
             text = self.tokens[at].text

@@ -213,15 +213,20 @@ class _Lexer:
         return end
 
     def _is_in_root(self) -> bool:
-        """Return True if the innermost open brace belongs to a square root. Letters in a root are
-        variables and not units, so 3mg is a product there.
+        """Return True if the innermost open brace belongs to a root, such as \\sqrt{...} or
+        \\sqrt[3]{...}. Letters in a root are variables and not units, so 3mg is a product there.
         """
         depth = 0
         for at in range(len(self.tokens) - 1, 0, -1):
             text = self.tokens[at].text
             depth += (text == "}") - (text == "{")
             if depth < 0:
-                return self.tokens[at - 1].text == "sqrt"
+                before = at - 1
+                if self.tokens[before].text == "]":
+                    while before > 0 and self.tokens[before].text != "[":
+                        before -= 1
+                    before -= 1
+                return self.tokens[before].text == "sqrt"
             if len(self.tokens) - at > 40:
                 break
         return False

@@ -27,6 +27,8 @@ EQUAL = {
         r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}",
     ),
     "constants": ("-1", r"e^{i\pi}"),
+    "letters in a cube root": (r"\sqrt[3]{3mg}", r"\sqrt[3]{3gm}"),
+    "letters in a root with a written index": (r"\sqrt[{n}]{3mg}", r"\sqrt[{n}]{3gm}"),
     "arccos of 1": ("0", r"\arccos((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),
     "arcsin of 1": (r"\frac{\pi}{2}", r"\arcsin((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),
     "arcsec of 1": ("0", r"\operatorname{arcsec}((\sqrt{3}+\sqrt{2})(\sqrt{3}-\sqrt{2}))"),

@@ -256,7 +256,7 @@ def baseline_table(report: RunReport) -> ReportTable:
     columns = (
         "other run", "method of the other run", "problems", "accuracy of the other run", "accuracy of this run",
         "difference", p_value, "problems needed",
-        "tokens, this / other", "target tokens, this / other", "seconds, this / other",
+        "tokens, this / other", "target tokens, this / other", "run seconds per problem, this / other",
     )  # fmt: skip
     rows = [
         (b.name, b.method, b.problems, b.other, b.own, _signed(b.difference), _p(b.p_value),

@@ -36,6 +36,14 @@ Mode = Annotated[
         "scores, and split compares each score only with the stored scores."
     ),
 ]
+OwnMode = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the escalation rate is controlled: within each question (question), within "
+        "each turn of a question (question-turn), or over all chunks (aci, marginal, split); by "
+        "default the run's scope or, for a file of scores, aci."
+    ),
+]
 Scale = Annotated[
     str,
     typer.Option(
@@ -79,16 +87,17 @@ def rate_of(given: float | None, file: str) -> float:
     """
     from atts.api import RATE_OF_FILES
 
-    if given is not None:
-        return given
+    recorded = given if given is not None else _setting_of(file, "rate")
+    return float(recorded) if isinstance(recorded, int | float) else RATE_OF_FILES
+
+
+def _setting_of(file: str, name: str) -> Any:
+    """Return a setting of the run in the directory `file`; None if there is no run."""
     if file == "-" or not Path(file).is_dir():
-        return RATE_OF_FILES
+        return None
     from atts.journal import open_run
 
-    recorded = open_run(Path(file)).manifest.configuration.get("rate")
-    if recorded is None or not isinstance(recorded.value, int | float):
-        return RATE_OF_FILES
-    return float(recorded.value)
+    return open_run(Path(file)).setting(name)
 
 
 def scores_of(
@@ -240,7 +249,7 @@ def fit(
     file: Source,
     out: Annotated[Path, typer.Option(help="File to write the calibrator to; - is stdout.")],
     rate: OwnRate = None,
-    rate_scope: Mode = "question-turn",
+    rate_scope: OwnMode = None,
     per_question: PerQuestion = None,
     seed: Annotated[
         int, typer.Option(help="Random seed for breaking ties between equal scores.")
@@ -260,17 +269,18 @@ def fit(
     from atts.calibration import Calibrator
 
     rate = rate_of(rate, file)
+    mode = rate_scope or _setting_of(file, "rate_scope") or "aci"
     scores = scores_of(file, per_question, scale, condition)
-    made = Calibrator(rate, rate_scope, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
+    made = Calibrator(rate, mode, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
     report_written = write_scores(out, made.state())
     if as_json:
-        facts = {"out": str(out), "rate": rate, "rate_scope": rate_scope, "scores": len(scores)}
+        facts = {"out": str(out), "rate": rate, "rate_scope": mode, "scores": len(scores)}
         report_written(
             json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
         )
         return
     stored = counted(len(scores), "score")
-    report_written(f"{out}: {stored}, rate scope {rate_scope}, rate {rate:g}")
+    report_written(f"{out}: {stored}, rate scope {mode}, rate {rate:g}")
     report_written(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 

@@ -934,3 +934,13 @@ def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: 
     ):
         said = atts("eval", "arithmetic[:1]", *scripted, "--grader", wrong)
         assert (said.code, words_of_error in said.err) == (2, True), said.err
+
+
+def test_a_calibrator_is_fitted_as_the_run_was(atts: Any, scripted: tuple[str, ...]) -> None:
+    """A calibrator that is fitted to a run gets the run's rate and rate scope; flags change them."""
+    run = ("eval", "arithmetic[:2]", "--samples", "2", *scripted)
+    own = ("--rate", "0.3", "--rate-scope", "question", "--out", "runs/own")
+    assert atts(*run, *own).code == 0
+    fit = ("calibration", "fit", "runs/own", "--out", "fitted.json")
+    assert "rate scope question, rate 0.3" in atts(*fit).out
+    assert "rate scope aci, rate 0.1" in atts(*fit, "--rate-scope", "aci", "--rate", "0.1").out

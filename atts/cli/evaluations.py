@@ -242,7 +242,7 @@ _ENOUGH_PROBLEMS = 40
 # at most this many names of problems are printed in one line
 _MOST_NAMES = 5
 # If fewer tokens than this share of the target's tokens were proposed, the summary does not mention
-# speculation.
+# speculation. If the draft wrote fewer, the summary says that drafts were hardly used.
 _FEW_PROPOSED = 0.05
 
 
@@ -266,6 +266,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),
+        ("drafts", _unused_drafts(result)),
         ("speculation", _speculation(result)),
         ("combined", "" if result.combined is None else str(result.combined)),
         *_abstained(result),
@@ -382,6 +383,17 @@ def _leaning(result: RunResult) -> str:
         f", without {counted(spared, 'rollout')} cancelled after the vote was settled; slow rollouts "
         "are cancelled more often, so this mean favours fast ones (--early-stop none runs all)"
     )
+
+
+def _unused_drafts(result: RunResult) -> str:
+    """Explain why the target wrote nearly everything in a run of method `exact`; "" otherwise."""
+    policy = result.manifest.configuration.get("policy")
+    usage = result.summary.usage
+    if policy is None or not policy.value.get("exact") or not usage.target_tokens:
+        return ""
+    if usage.draft_tokens > _FEW_PROPOSED * usage.target_tokens:
+        return ""
+    return "hardly used; exact drafts only while this is measured to save time"
 
 
 def _speculation(result: RunResult) -> str:

@@ -5,6 +5,7 @@ cut rollouts in the same words.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -241,6 +242,22 @@ def test_problems_without_references_get_answers_instead_of_an_accuracy(
     for problem in finished[:5]:
         assert f"{problem['problem']}: {problem['answer'] or 'none'}" in said.out
     assert "and 2 more" in said.out
+
+
+def test_exact_says_why_the_target_wrote_nearly_everything(
+    atts: Any, scripted: tuple[str, ...]
+) -> None:
+    """The summary of method `exact` explains why drafts were hardly used. Other methods print no
+    such line.
+    """
+    run = ("eval", "arithmetic[:3]", "--samples", "4", *scripted)
+    for method in ("exact", "target-only", "atts"):
+        said = atts(*run, "--method", method, "--out", f"runs/{method}").out
+        written = re.search(r"tokens written +([\d,]+) by the draft, ([\d,]+) by the target", said)
+        assert written
+        draft, target = (int(number.replace(",", "")) for number in written.groups())
+        is_explained = "exact drafts only while this is measured to save time" in said
+        assert is_explained == (method == "exact" and 20 * draft <= target)
 
 
 def test_a_finished_run_says_that_it_is_finished(atts: Any, scripted: tuple[str, ...]) -> None:

@@ -554,8 +554,13 @@ def _replay_lines(replayed: Replay) -> list[str]:
         f"{name:<20}{one:<{width}}{other}{asked if name == 'escalated chunks' else ''}"
         for name, one, other in rows
     ]
-    changed = f"{replayed.changed:,} of {new.decisions:,} decisions changed."
-    return [*_off_policy_lines(replayed), *table, "", changed]
+    notes = [f"{replayed.changed:,} of {new.decisions:,} decisions changed."]
+    if old.draft_tokens != new.draft_tokens:
+        notes.append(
+            "Column recorded: decisions of the replayed rollouts; accuracy and tokens of the "
+            "whole run."
+        )
+    return [*_off_policy_lines(replayed), *table, "", *notes]
 
 
 def _replay_tokens(side: ReplaySide, count: int | None) -> str:

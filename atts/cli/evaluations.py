@@ -344,6 +344,8 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
     few = ""
     if result.manifest.judged_unit == "problems" and rate.n_samples < _ENOUGH_PROBLEMS:
         few = f"; with fewer than {_ENOUGH_PROBLEMS} problems, the rate may be far from it"
+    if result.status not in ("finished", "decided"):
+        few += "; finished problems only"
     return f"{rate.counted()}   nominal rate {nominal:g}{few}"
 
 

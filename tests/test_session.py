@@ -389,3 +389,19 @@ def test_ctrl_c_while_engines_close_leaves_no_thread(presses: int, call: str) ->
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["closed", "over []"]
+
+
+def test_printed_comparisons_and_plans_are_one_short_line(tmp_path: Path) -> None:
+    """Problems, comparisons, replays and plans of a run print as one line, without their lists."""
+    run = atts.evaluate_sync(toy_problems(3), SCRIPTED, directory=tmp_path / "run")
+    results = {
+        "problem": run.problems[0],
+        "comparison": atts.compare(run, run),
+        "replay": atts.replay(tmp_path / "run", rate=0.4),
+        "advice": atts.plan(tmp_path / "run", target_tokens=10_000),
+    }
+    lines = {name: str(result) for name, result in results.items()}
+    limit = 200 + 2 * len(str(tmp_path))
+    assert [name for name, line in lines.items() if "\n" in line or len(line) > limit] == []
+    assert f"answer {run.problems[0].answer}" in lines["problem"]
+    assert "difference +0.000" in lines["comparison"]

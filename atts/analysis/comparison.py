@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.errors import DatasetError
+from atts.errors import DatasetError, counted
 from atts.evaluators import (
     Comparison,
     McNemar,
@@ -294,6 +294,14 @@ class Compared:
     if_right: Comparison | None = None
     # the result of a test after every problem; the seed determines the order of the problems
     sequential: Sequential | None = None
+
+    def __str__(self) -> str:
+        """Return one line: both runs and the difference of their votes."""
+        vote = self.vote
+        return (
+            f"{self.first} → {self.second} on {counted(self.problems, 'problem')}: vote "
+            f"{vote.first:.3f} → {vote.second:.3f}, difference {vote.difference.signed()}"
+        )
 
 
 def compare(

@@ -654,6 +654,17 @@ class Advice:
     speeds: tuple[Speed, ...]
     notes: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Return one line: the best setting with its accuracy and cost."""
+        best = self.best
+        if best is None:
+            return f"no recorded setting of {', '.join(self.runs)} stays below the cap"
+        return (
+            f"{best.method} at rate {best.rate:g}, {counted(best.samples, 'sample')}, "
+            f"{counted(best.turns, 'turn')}: accuracy {best.accuracy.brief()}, "
+            f"{best.target_tokens:,.0f} target tokens per problem"
+        )
+
 
 def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     """Compute advice from one recorded run, or from several runs on the same problems at different
@@ -898,6 +909,10 @@ class PilotReport:
     flags: Mapping[str, object]
     reason: str
     undecided: PilotRow | None
+
+    def __str__(self) -> str:
+        """Return one line: the recommendation and its reason."""
+        return f"take {'the gate' if self.take == 'gate' else self.take}: {self.reason}"
 
     def row(self, name: str) -> PilotRow | None:
         """Return the row of the arm with that name; None if there is no such arm."""

@@ -14,7 +14,7 @@ from typing import Literal, overload
 from atts.analysis.steps import GateStep, StepLog, Steps
 from atts.calibration import DEFAULTS, HOLD, Calibrator, Mode, StoredScores, Tuning
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
-from atts.errors import CalibrationInputError, JournalError, OptionError
+from atts.errors import CalibrationInputError, JournalError, OptionError, counted
 from atts.evaluators import (
     Estimate,
     accuracy_estimate,
@@ -585,6 +585,16 @@ class Replay:
     decisions: Sequence[ReplayedDecision]
     # keyed by problem: the recorded answer, and the answer under the other policy
     answers: Mapping[str, tuple[str | None, str | None]]
+
+    def __str__(self) -> str:
+        """Return one line without the decisions: rates and accuracies of both sides."""
+        before = self.recorded
+        after = self.replayed
+        return (
+            f"recorded → replayed: rate {before.rate.value:.3f} → {after.rate.value:.3f}, "
+            f"accuracy {before.accuracy.brief('unknown')} → {after.accuracy.brief('unknown')}, "
+            f"{counted(self.changed, 'changed decision')}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

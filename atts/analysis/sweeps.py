@@ -18,7 +18,7 @@ import msgspec
 from atts.analysis.reports.charts import LETTER, LINE, Axis, Chart, Plot
 from atts.analysis.reports.render import page
 from atts.analysis.reports.tables import ReportTable
-from atts.errors import JournalCorrupt, JournalError
+from atts.errors import JournalCorrupt, JournalError, counted
 from atts.evaluators import (
     Comparison,
     Estimate,
@@ -359,6 +359,13 @@ class SweepReport:
     over: Mapping[str, tuple[Value, ...]]
     settings: Mapping[str, Json]
     points: tuple[ScalingPoint, ...]
+
+    def __str__(self) -> str:
+        """Return one line: the number of runs, the varied settings, and the folder."""
+        return (
+            f"sweep of {counted(len(self.points), 'run')} over {', '.join(self.over)} in "
+            f"{self.directory}"
+        )
 
     @property
     def grid(self) -> tuple[ScalingPoint, ...]:

@@ -149,6 +149,13 @@ class FinishedProblem:
     # seconds from the start to the end of the problem; None if the end is not recorded yet
     seconds: float | None = field(default=None, compare=False)
 
+    def __str__(self) -> str:
+        """Return one line without the rollouts: the answer and its verdict."""
+        answer = self.status if self.answer is None else f"answer {self.answer}"
+        verdict = "" if self.verdict is None else f" ({self.verdict})"
+        rollouts = counted(len(self.samples), "rollout")
+        return f"{self.problem}: {answer}{verdict}, {rollouts}"
+
     @classmethod
     def of(
         cls, outcome: Outcome, graded: Iterable[Graded] = (), *, judged: int = 0, escalated: int = 0

@@ -600,7 +600,8 @@ class Outcome:
         """Summarise the outcome in one line, without the texts of its rollouts."""
         votes = ", ".join(f"{answer} ({count:g})" for answer, count in self.votes.items())
         rollouts = f"{len(self.rollouts)} rollout" + "s" * (len(self.rollouts) != 1)
-        return f"{self.problem.id}: answer {self.answer}; votes {votes or 'none'}; {rollouts}"
+        answer = self.status if self.answer is None else f"answer {self.answer}"
+        return f"{self.problem.id}: {answer}; votes {votes or 'none'}; {rollouts}"
 
     @property
     def is_complete(self) -> bool:

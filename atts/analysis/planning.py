@@ -912,6 +912,8 @@ class PilotReport:
 
     def __str__(self) -> str:
         """Return one line: the recommendation and its reason."""
+        if self.take == "undecided":
+            return f"undecided: {self.reason}"
         return f"take {'the gate' if self.take == 'gate' else self.take}: {self.reason}"
 
     def row(self, name: str) -> PilotRow | None:

@@ -388,7 +388,7 @@ def _leaning(result: RunResult) -> str:
 
 
 def _unused_drafts(result: RunResult) -> str:
-    """Explain why the target wrote nearly everything in a run of method `exact`; "" otherwise."""
+    """Say why the target wrote nearly everything in a run of method `exact`; "" otherwise."""
     policy = result.manifest.configuration.get("policy")
     usage = result.summary.usage
     if policy is None or not policy.value.get("exact") or not usage.target_tokens:

@@ -880,7 +880,7 @@ def main() -> None:
     words = f"Gain of atts over the coin: vote {gain.vote.difference.signed()}"
     if gain.single is not None:
         words += f", single rollouts {gain.single.difference.signed()}"
-    lines.append(f"{words}. The speed-ups are those of one run, and noisy.")
+    lines.append(f"{words}.")
     print("\n".join([*lines, "", f"report  {page}"]))
 
 

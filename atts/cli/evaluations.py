@@ -389,9 +389,10 @@ def _leaning(result: RunResult) -> str:
 
 def _unused_drafts(result: RunResult) -> str:
     """Say why the target wrote nearly everything in a run of method `exact`; "" otherwise."""
-    policy = result.manifest.configuration.get("policy")
+    setting = result.manifest.configuration.get("policy")
+    policy = setting.value if setting is not None else None
     usage = result.summary.usage
-    if policy is None or not policy.value.get("exact") or not usage.target_tokens:
+    if not isinstance(policy, dict) or not policy.get("exact") or not usage.target_tokens:
         return ""
     if usage.draft_tokens > _FEW_PROPOSED * usage.target_tokens:
         return ""

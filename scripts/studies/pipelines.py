@@ -877,10 +877,10 @@ def main() -> None:
     page = report(folder / "atts", compare_to=others)
     gain = compare(folder / "coin", folder / "atts")
     lines = table(summaries, asked.rate)
-    words = f"Gain of atts over the coin: vote {gain.vote.difference.signed()}"
+    gained = f"Gain of atts over the coin: vote {gain.vote.difference.signed()}"
     if gain.single is not None:
-        words += f", single rollouts {gain.single.difference.signed()}"
-    lines.append(f"{words}.")
+        gained += f", single rollouts {gain.single.difference.signed()}"
+    lines.append(f"{gained}.")
     print("\n".join([*lines, "", f"report  {page}"]))
 
 

@@ -898,7 +898,11 @@ def _guarantee(gate: object) -> str:
     if isinstance(gate, GuaranteedGate):
         promise = gate.promise
     elif isinstance(gate, ConformalGate) and isinstance(gate.calibrator, Calibrator):
-        promise = (gate.calibrator.guarantee, gate.calibrator.voided_by)
+        # Other requests use the same calibrator, so its counts are not those of one request.
+        promise = (
+            f"requests that share this gate: {gate.calibrator.guarantee}",
+            gate.calibrator.voided_by,
+        )
     else:
         return ""
     return "; limits: ".join(filter(None, promise))

@@ -218,7 +218,10 @@ class RunStatus:
         tokens = progress.tokens
         # A run without caps has no ledger, so count its tokens from the journal.
         if not ledger.calls:
-            spent = {"max_target_tokens": tokens["target"], "draft tokens": tokens["draft"]}
+            # The journal has the tokens that the target drew while it scored only for finished
+            # problems.
+            target = max(tokens["target"], progress.usage.target_tokens)
+            spent = {"max_target_tokens": target, "draft tokens": tokens["draft"]}
         budgets = [
             {
                 "name": name.removeprefix("max_").replace("_", " "),

@@ -160,3 +160,18 @@ def test_a_calibrator_that_could_not_be_saved_is_saved_later(
 def saved(path: Path) -> int:
     """Return the number of decisions in a calibrator's file."""
     return int(read_state(path)["calibrator"]["decided"])
+
+
+def test_a_reply_says_that_its_guarantee_counts_other_requests() -> None:
+    """The guarantee in a reply counts the chunks of all requests that share a gate, and says so."""
+
+    async def main() -> None:
+        async with serving() as client:
+            await ask(client, 2)
+            reply = (await client.chat()).json()["atts"]
+            total = calibrator(client.service).decided
+            assert total > reply["rate"]["chunks"]
+            assert reply["guarantee"].startswith("requests that share this gate: ")
+            assert f"of {total} chunks" in reply["guarantee"]
+
+    anyio.run(main)

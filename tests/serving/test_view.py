@@ -18,11 +18,12 @@ import anyio.to_thread
 import httpx2
 import pytest
 
-from atts.api import Setup, evaluate
+from atts.api import Setup, evaluate, evaluate_sync
 from atts.concurrency import task_group
 from atts.errors import JournalError
 from atts.journal import Drifted, Entry, Warned
 from atts.ledger import Caps, Price
+from atts.pipelines import Policy
 from atts.run import RunOptions
 from atts.serving.replies import BusyShare
 from atts.serving.status import RunReading, RunStatus, view_server
@@ -115,6 +116,21 @@ def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None
     assert budgets["calls"]["spent"] > 0
     assert budgets["cost"]["spent"] > 0
     json.dumps(status, allow_nan=False)
+
+
+def test_a_run_without_caps_shows_the_tokens_of_its_summary(tmp_path: Path) -> None:
+    """The tokens on the page of a finished run are those of the run's summary, and include tokens
+    that the target drew while it scored.
+    """
+    result = evaluate_sync(
+        "arithmetic", Setup(policy=Policy(samples=2)), limit=2, directory=tmp_path / "run"
+    )
+    budgets = {one["name"]: one["spent"] for one in RunStatus(tmp_path / "run").status()["budgets"]}
+    assert result.usage.drawn_tokens > 0
+    assert budgets == {
+        "target tokens": result.usage.target_tokens,
+        "draft tokens": result.usage.draft_tokens,
+    }
 
 
 def test_a_run_that_stopped_halfway_shows_its_leading_rollout(

@@ -184,7 +184,7 @@ PAPER_DEPARTURES = (
     "atts also scores the first token of a chunk; the published code leaves it out",
     "in atts, only a complete `\\boxed{}` with content ends a rollout; the published code also "
     "stops at an empty or incomplete box",
-    "atts requests no more text from a model that has ended its text",
+    "atts requests no more text after a model has ended its text",
     "atts escalates a chunk whose score is not finite; the published code accepts a chunk whose "
     "score request failed",
     "in atts, all problems share the engines; the published code runs one question after the other",

@@ -353,9 +353,9 @@ def _rollouts_by_model(result: RunResult, configuration: Configuration) -> str:
     """Return which model wrote how many rollouts, if the gate escalates whole problems; otherwise
     return "".
     """
-    policy = configuration.setup().policy
-    if policy.escalates != "problem":
+    if result.manifest.judged_unit != "problems":
         return ""
+    policy = configuration.setup().policy
     first = policy.waves[0].stop
     samples = [sample.sample for problem in result.problems for sample in problem.samples]
     drafted = sum(sample < first for sample in samples)

@@ -378,9 +378,10 @@ def is_run_over(directory: Path) -> bool:
 
     :raises JournalError: the run cannot be read.
     """
-    run = run_if_begun(directory)
-    if run is None:
+    # Something else than a file, such as a pipe, could make a reader wait forever.
+    if not all((directory / name).is_file() for name in (MANIFEST, JOURNAL)):
         return False
+    run = open_run(directory)
     state = run.state()
     return state.ended is not None and state.done == run.manifest.problems
 

@@ -348,7 +348,7 @@ def test_impossible_reports_are_refused(other_run: Path, tmp_path: Path) -> None
     """An error is raised for a run without scores, a missing path, an unknown format, a PNG without
     a folder, and an invalid label.
     """
-    with pytest.raises(CalibrationInputError, match="the run's scores"):
+    with pytest.raises(CalibrationInputError, match="target scores in the run"):
         calibration_report(other_run)
     with pytest.raises(JournalError):
         calibration_report(tmp_path / "none")

@@ -106,7 +106,9 @@ def test_repair_keeps_the_part_before_the_first_rejected_token(
         assert (part.author, written.author, whole.author) == ("draft", "target", "draft")
         assert whole.target_ids[: len(part.target_ids)] == part.target_ids != whole.target_ids
         assert whole.text.startswith(part.text)
-        assert f"the first {part.tokens} of {whole.tokens} tokens were kept" in turn.note
+        assert (
+            f"the first {part.tokens} of the chunk's {whole.tokens} tokens were kept" in turn.note
+        )
     for rollout in lines(outcomes):
         ids = rollout.ids("target")[len(rollout.prompt.target_ids) :]
         assert ScriptedEngine().tokenizer.decode(ids) == rollout.text

@@ -60,7 +60,8 @@ def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: P
     assert result.answered.share.value == pytest.approx(len(given) / len(NEW))
     assert result.answered.wrong.n_samples == len(given)
     assert (
-        "with probability at least 0.9 over the 40 labelled problems" in result.answered.guarantee
+        "with probability at least 0.9 over the choice of the 40 labelled problems"
+        in result.answered.guarantee
     )
     assert result.to_dict()["answered"]["guarantee"] == result.answered.guarantee
     page = report(result, format="markdown").read_text()

@@ -34,7 +34,7 @@ from atts.sampling import binomial_quantile, binomial_tail, normal_quantile
 # Up to this share of repeated scores, from 0 to 1, there is no warning.
 FEW = 0.02
 # If the model is certain of a chunk, its score is close to the best possible score. Within this
-# distance of the best score, equal scores in two questions are not called copies.
+# distance of the best score, equal scores are not called copies.
 _CERTAIN = 1e-6
 # Scores with at most this number of decimals are taken for ratings.
 _RATING_DECIMALS = 3
@@ -45,14 +45,17 @@ _MOST_DECIMALS = 6
 _NEAR = 10
 
 
-def _equality_tells(raw: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _equality_tells(stored: StoredScores) -> NDArray[np.bool_]:
     """Return one boolean per score: True if an equal score is unlikely to occur by chance.
 
     Recorded scores are usually rounded to a few decimals. Where such scores lie close together,
     different chunks often have equal scores. So a rounded score counts only if no other value lies
-    within `_NEAR` steps of its last decimal. Infinite scores never count.
+    within `_NEAR` steps of its last decimal. Infinite scores and scores of chunks of which the
+    model is certain never count.
     """
-    tells = np.isfinite(raw)
+    raw = np.asarray(stored.scores, float)
+    is_certain = np.abs(np.asarray(stored.nonconformity, float)) <= _CERTAIN
+    tells: NDArray[np.bool_] = np.isfinite(raw) & ~is_certain
     finite = raw[tells]
     decimals = next(
         (
@@ -88,7 +91,9 @@ class DuplicateScores:
     # known, an earlier score of any question counts.
     within: float
     across: float  # share of scores that also occur in another question
-    distinct: float  # share of questions in which no score occurs twice
+    # The share of questions in which no score occurs twice, among questions with two or more scores
+    # that count. It is 0 if there are fewer than `_FEWEST` such questions.
+    distinct: float
     clustered: bool
 
     @classmethod
@@ -98,9 +103,8 @@ class DuplicateScores:
         Scores that may be equal by chance are left out. Ratings out of ten are often equal by
         chance, so no score counts as repeated if most scores are round numbers.
         """
-        raw = np.asarray(stored.scores, float)
-        questions = stored.questions if stored.clustered else ("",) * len(raw)
-        tells = _equality_tells(raw)
+        questions = stored.questions if stored.clustered else ("",) * len(stored)
+        tells = _equality_tells(stored)
         counts = Counter(
             (question, score)
             for question, score, is_telling in zip(
@@ -115,15 +119,20 @@ class DuplicateScores:
         if not stored.clustered:
             return cls(within, 0.0, 1.0, False)
         num_questions_with = Counter(score for _, score in counts)
-        across = 0
-        repeating = set[str]()
-        for (question, score), count in counts.items():
-            if num_questions_with[score] > 1 and abs(score) > _CERTAIN:
-                across += count
-            if count > 1:
-                repeating.add(question)
-        distinct = 1 - len(repeating) / len(set(questions))
-        return cls(within, across / total, distinct, True)
+        across = sum(count for (_, score), count in counts.items() if num_questions_with[score] > 1)
+        # A single shared value among few scores may be chance, but copied questions share many.
+        if sum(number > 1 for number in num_questions_with.values()) < 2:
+            across = 0
+        # A question shows whether it repeats scores only if at least two of its scores count.
+        num_scores = Counter[str]()
+        for (question, _), count in counts.items():
+            num_scores[question] += count
+        showing = {question for question, number in num_scores.items() if number > 1}
+        repeating = {question for (question, _), count in counts.items() if count > 1}
+        # In very few questions, repeats do not show how often rollouts write the same chunk.
+        if len(showing) < _FEWEST:
+            return cls(within, across / total, 0.0, True)
+        return cls(within, across / total, 1 - len(repeating) / len(showing), True)
 
     @property
     def fault(self) -> str:

@@ -524,6 +524,44 @@ def test_the_scores_of_the_embedded_models_are_no_copies() -> None:
     assert not DriftMonitor(stored).events
 
 
+def test_chunks_of_which_the_model_is_certain_are_no_copies() -> None:
+    """If unrounded scores are exactly 1 in a quarter of the questions, no alarm is raised, with or
+    without known questions.
+    """
+    random = np.random.default_rng(0)
+    scores = 1 + random.exponential(0.5, (40, 16))
+    scores[::4, :6] = 1.0
+    for stored in (
+        StoredScores.of(scores.ravel().tolist(), 16),
+        StoredScores.of(scores.ravel().tolist()),
+    ):
+        assert DuplicateScores.of(stored).within == 0
+        assert not DriftMonitor(stored).events
+
+
+def test_equal_chunks_in_a_few_questions_are_no_copies() -> None:
+    """If most rounded scores are close to 1, only questions with other scores show whether scores
+    repeat. So equal chunks of siblings in these few questions raise no alarm.
+    """
+    random = np.random.default_rng(0)
+    for num_showing in (2, 5):
+        scores = np.round(1 + random.exponential(0.003, (12, 16)), 4)
+        scores[:num_showing, :4] = np.round(2 + random.exponential(3.0, (num_showing, 1)), 4)
+        stored = StoredScores.of(scores.ravel().tolist(), 16)
+        repeats = DuplicateScores.of(stored)
+        assert repeats.within > 0.5
+        assert (repeats.distinct, repeats.fault) == (0, "")
+        assert not DriftMonitor(stored).events
+
+
+def test_one_value_in_two_questions_is_no_copy() -> None:
+    """If two questions share only one rounded score, the cause may be chance."""
+    random = np.random.default_rng(0)
+    scores = np.round(1 + random.exponential(5.0, (20, 2)), 4)
+    scores[1, 0] = scores[0, 0]
+    assert DuplicateScores.of(StoredScores.of(scores.ravel().tolist(), 2)).fault == ""
+
+
 def test_copies_among_rounded_scores_are_noticed() -> None:
     """If a tenth of the rounded scores are copies from other questions, an alarm is raised before
     the first live score.

@@ -799,7 +799,7 @@ def _curve(
     along: str | None,
 ) -> Iterator[str]:
     at = [cost(p) for p in points]
-    free = -math.inf  # right end of the previous label, in pixels
+    labelled = list[tuple[float, float]]()  # the labelled points, in pixels
     if len(points) > 1 and along is not None:
         yield plot.band(at, [p.accuracy.low for p in points], [p.accuracy.high for p in points])
         yield plot.line([(x, p.accuracy.value) for x, p in zip(at, points, strict=True)], "main")
@@ -810,11 +810,14 @@ def _curve(
         yield plot.dot(x, p.accuracy.value, "run", tip)
         if along is not None and len(points) > 1:
             label = f"{p.values[along]}"
-            half = LETTER * len(label) / 2
+            middle, up = plot.at(x, p.accuracy.value)
             # a label without room is left out; the point has a tooltip
-            if plot.across(x) - half > free:
+            if all(
+                abs(middle - across) > LETTER * len(label) or abs(up - height) > LINE
+                for across, height in labelled
+            ):
                 yield plot.text(x, p.accuracy.value, label, "middle", 0, -3)
-                free = plot.across(x) + half
+                labelled.append((middle, up))
 
 
 def _baselines(
@@ -839,7 +842,8 @@ def _baselines(
             3,
         )
         up = plot.up(value)
-        foot = min(up + LINE, free)
+        # a name that does not fit below its line is above the line
+        foot = up + LINE if up + LINE <= free else min(up - 4, free)
         free = foot - LINE
         # `text` writes 7 pixels above the line unless it is given a drop
         yield plot.text(plot.x.high, value, p.name, "end", -6, foot - up + 7)

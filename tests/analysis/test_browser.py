@@ -66,6 +66,10 @@ CLIPPED = """
   .filter((node) => node.offsetWidth > node.parentElement.clientWidth)
   .map((node) => `${node.caption.textContent}: ${node.offsetWidth} of ${node.parentElement.clientWidth}`)
 """  # JavaScript that lists tables of which a part is visible only after horizontal scrolling
+OVERPRINTED = """
+[...document.querySelectorAll("section td")].filter((node) => node.offsetWidth)
+  .filter((node) => node.scrollWidth > node.clientWidth).map((node) => node.textContent)
+"""  # JavaScript that lists cells whose text covers the next cell
 NAMES = """
 (() => {
   const bad = [];
@@ -209,6 +213,7 @@ def test_report_is_readable_at_every_width_and_colour_scheme(
         assert page.run(CONTRAST) == []
         assert page.run(NAMES) == []
         assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run(OVERPRINTED) == []
     page.picture(tmp_path / "seen.png")
     assert (tmp_path / "seen.png").stat().st_size > 5000
 
@@ -250,6 +255,7 @@ def test_the_calibration_report_is_readable(
     assert page.run(NAMES) == []
     assert page.run("document.documentElement.scrollWidth") <= width
     assert page.run(WIDER) == []
+    assert page.run(OVERPRINTED) == []
     page.press("Tab", 9)
     assert page.run("document.activeElement.textContent") == "Skip to the report"
     page.run("document.querySelector('#rate th button').focus()")

@@ -8,6 +8,8 @@ import re
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import anyio
 import pytest
 
 from atts.analysis import SweepReport, load_run_set, read_sweep, render_sweep, sweep_lines
+from atts.analysis.sweeps import headline, sweep_charts
 from atts.api import Setup, SweepPoint, evaluate_sync, plan_sweep, run_sweep, sweep_sync
 from atts.errors import JournalCorrupt, JournalError, JournalLocked, OptionError
-from atts.evaluators import compare_runs, holm
+from atts.evaluators import Estimate, compare_runs, holm
 from atts.journal import LOCK, REPLIES, SharedReplies, locked, open_run
 from atts.pipelines import Policy
 from atts.run import Listener, Progress
@@ -287,6 +290,40 @@ def test_the_sweep_page_is_self_contained(made: SweepReport) -> None:
         assert picture.count('class="line nominal"') == 4
         assert 'class="line oracle"' in picture
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_labels_of_the_sweep_page_do_not_overlap(made: SweepReport) -> None:
+    """If all runs are equally accurate, the names of baselines are on separate lines."""
+    report = read_sweep(Path(made.directory))
+    accuracy = report.references[0].accuracy
+    same = tuple(replace(point, accuracy=accuracy) for point in report.references)
+    picture = next(sweep_charts(replace(report, points=(*report.grid, *same)))).picture
+    labels = re.findall(r'class="label" x="[^"]*" y="([^"]*)" text-anchor="end"', picture)
+    heights = sorted(map(float, labels))
+    assert len(heights) == len(same) == 4
+    assert all(upper + 10 < lower for upper, lower in pairwise(heights))
+
+
+def test_values_on_a_curve_are_labelled_whatever_the_order_of_costs(made: SweepReport) -> None:
+    """A value whose run was cheaper than the previous run has a label, and overlapping labels are
+    left out.
+    """
+    report = read_sweep(Path(made.directory))
+    for costs, shown in (((9.0, 5.0), 2), ((9.0, 9.1), 1)):
+        curve = [p for p in report.grid if p.samples == 2]
+        moved = [replace(p, target_tokens=cost) for p, cost in zip(curve, costs, strict=True)]
+        alone = replace(report, points=tuple(moved), over={"rate": (0.2, 0.5)})
+        picture = next(sweep_charts(alone)).picture
+        assert len(re.findall(r'class="label"[^>]*text-anchor="middle"', picture)) == shown
+
+
+def test_no_run_without_a_correct_answer_is_the_best(made: SweepReport) -> None:
+    """If no setting solved a problem, the headline says so instead of naming the best run."""
+    report = read_sweep(Path(made.directory))
+    zero = Estimate(0.0, 0.0, 0.5, 3, 3, "wilson")
+    wrong = tuple(replace(point, accuracy=zero) for point in report.grid)
+    said = headline(replace(report, points=(*report.references, *wrong)))
+    assert said.startswith("No combination of settings solved a problem; the target alone")
 
 
 def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:

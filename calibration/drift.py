@@ -38,6 +38,9 @@ FEW = 0.02
 _CERTAIN = 1e-6
 # Scores with at most this number of decimals are taken for ratings.
 _RATING_DECIMALS = 3
+# Scores are also taken for ratings if they have at most this number of different values, and each
+# value occurs at least twice on average. Such scores come from counting a few votes.
+_RATING_VALUES = 20
 # Scores with more decimals than this number are taken for unrounded scores.
 _MOST_DECIMALS = 6
 # A rounded score is compared with others only if no other value is within this number of steps of
@@ -50,10 +53,13 @@ def _equality_tells(stored: StoredScores) -> NDArray[np.bool_]:
 
     Recorded scores are usually rounded to a few decimals. Where such scores lie close together,
     different chunks often have equal scores. So a rounded score counts only if no other value lies
-    within `_NEAR` steps of its last decimal. Infinite scores and scores of chunks of which the
-    model is certain never count.
+    within `_NEAR` steps of its last decimal. Infinite scores, ratings, and scores of chunks of
+    which the model is certain never count.
     """
     raw = np.asarray(stored.scores, float)
+    num_values = len(np.unique(raw))
+    if num_values <= _RATING_VALUES and len(raw) >= 2 * num_values:
+        return np.zeros(len(raw), bool)
     is_certain = np.abs(np.asarray(stored.nonconformity, float)) <= _CERTAIN
     tells: NDArray[np.bool_] = np.isfinite(raw) & ~is_certain
     finite = raw[tells]

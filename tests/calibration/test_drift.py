@@ -598,6 +598,19 @@ def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
     assert DuplicateScores.of(StoredScores.of(marks, 16)).within == 0
 
 
+def test_scores_that_count_votes_are_no_copies() -> None:
+    """The number of rollouts divided by the votes for the leading answer has few values, so equal
+    scores are not called copies, whether scores are rounded or not, and questions known or not.
+    """
+    votes = np.random.default_rng(0).choice((3, 5, 6, 7, 8), 40)
+    for digits in (4, 16):
+        scores = np.round(8 / votes, digits).tolist()
+        for stored in (StoredScores.of(scores, 1), StoredScores.of(scores)):
+            assert DuplicateScores.of(stored).within == 0
+            assert DuplicateScores.of(stored).fault == ""
+            assert not DriftMonitor(stored).events
+
+
 def test_a_run_of_single_samples_does_not_show_copies(array_of: ArrayOf) -> None:
     """A run with one sample per question repeats no score anyway, so it does not prove that stored
     scores were copied.

@@ -1,6 +1,7 @@
 """Tests of the public names: complete, sorted, importable, and closed."""
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -29,3 +30,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     """Accessing a misspelt public name raises AttributeError, as in any module."""
     with pytest.raises(AttributeError, match="sovle"):
         _ = atts.sovle  # type: ignore[attr-defined, unused-ignore]
+
+
+def test_the_signature_of_evaluate_sync_says_what_it_returns() -> None:
+    """The signature has the parameters of `evaluate`, and the result of awaiting it."""
+    found = inspect.signature(atts.evaluate_sync)
+    assert found.return_annotation is atts.RunResult
+    assert list(found.parameters) == list(inspect.signature(atts.evaluate).parameters)

@@ -23,10 +23,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import blake2b
+from inspect import signature
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import anyio
 import anyio.to_thread
@@ -849,6 +850,10 @@ def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
         )
 
     update_wrapper(run, call, ("__module__",), ())
+    if isinstance(call, type):
+        # The signature of a class returns None, but a call of `run` returns what awaiting returns.
+        awaited = get_args(get_type_hints(vars(call)["__await__"])["return"])[-1]
+        run.__signature__ = signature(call).replace(return_annotation=awaited)  # type: ignore[attr-defined]  # read by inspect
     run.__name__ = run.__qualname__ = f"{verb}_sync"
     run.__doc__ = (
         f"Call `{verb}` from code without an event loop.\n\n:raises UsageError: if an event "

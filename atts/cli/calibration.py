@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from atts.calibration import Health, ReplayResult, StoredScores
 
 
-Rate = Annotated[float, typer.Option(help="Share of chunks to escalate to the target.")]
-OwnRate = Annotated[
+Rate = Annotated[
     float | None,
     typer.Option(
         help="Share of chunks to escalate to the target; by default the run's rate or, for a "
@@ -28,20 +27,13 @@ OwnRate = Annotated[
     ),
 ]
 Mode = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Where the escalation rate is controlled: within each question (question), within "
         "each turn of a question (question-turn), or over all chunks (aci, marginal, "
         "split). aci adapts its threshold, marginal compares each score with all earlier "
-        "scores, and split compares each score only with the stored scores."
-    ),
-]
-OwnMode = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the escalation rate is controlled: within each question (question), within "
-        "each turn of a question (question-turn), or over all chunks (aci, marginal, split); by "
-        "default the run's scope or, for a file of scores, aci."
+        "scores, and split compares each score only with the stored scores. The default is the "
+        "run's scope or, for a file of scores, aci."
     ),
 ]
 Scale = Annotated[
@@ -89,6 +81,13 @@ def rate_of(given: float | None, file: str) -> float:
 
     recorded = given if given is not None else _setting_of(file, "rate")
     return float(recorded) if isinstance(recorded, int | float) else RATE_OF_FILES
+
+
+def scope_of(given: str | None, file: str) -> str:
+    """Return `given` if it is set. Otherwise return the rate scope of the run in the directory
+    `file`, or "aci" if there is none.
+    """
+    return given or _setting_of(file, "rate_scope") or "aci"
 
 
 def _setting_of(file: str, name: str) -> Any:
@@ -161,8 +160,8 @@ _DECISION = ("question", "turn", "sample", "score", "p", "escalate", "why")
 @app.command("replay")
 def replay(
     file: Source,
-    rate: Rate = 0.4,
-    rate_scope: Mode = "question-turn",
+    rate: Rate = None,
+    rate_scope: Mode = None,
     seed: Annotated[
         int, typer.Option(help="Random seed for breaking ties between equal scores.")
     ] = 0,
@@ -201,7 +200,7 @@ def replay(
 
     Scores are read in order of arrival, and each decision uses only earlier scores.
 
-    Example: atts calibration replay scores.jsonl --rate 0.4 --rate-scope question-turn --json
+    Example: atts calibration replay runs/first --rate 0.4
     """
     from atts.calibration import replay_scores as decide
     from atts.calibration import scale_named
@@ -209,12 +208,16 @@ def replay(
     records = records_of(file, per_question, scale)
     start = () if stored is None else scores_of(str(stored), per_question, scale, None)
     options: dict[str, Any] = {
-        "mode": rate_scope,
+        "mode": scope_of(rate_scope, file),
         "seed": seed,
         "scale": scale_named(scale),
+        "stored": start,
+        "drift": drift,
+        "window": window,
+        "decay": decay,
         "by_length": by_length,
     }
-    done = decide(records, rate, stored=start, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
+    done = decide(records, rate_of(rate, file), **options)
     if as_json:
         _print_decisions(done)
     else:
@@ -248,8 +251,8 @@ def import_scores(
 def fit(
     file: Source,
     out: Annotated[Path, typer.Option(help="File to write the calibrator to; - is stdout.")],
-    rate: OwnRate = None,
-    rate_scope: OwnMode = None,
+    rate: Rate = None,
+    rate_scope: Mode = None,
     per_question: PerQuestion = None,
     seed: Annotated[
         int, typer.Option(help="Random seed for breaking ties between equal scores.")
@@ -269,7 +272,7 @@ def fit(
     from atts.calibration import Calibrator
 
     rate = rate_of(rate, file)
-    mode = rate_scope or _setting_of(file, "rate_scope") or "aci"
+    mode = scope_of(rate_scope, file)
     scores = scores_of(file, per_question, scale, condition)
     made = Calibrator(rate, mode, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
     report_written = write_scores(out, made.state())
@@ -406,7 +409,7 @@ def check(
             "scores, in order of arrival, as a run directory or a file."
         ),
     ] = None,
-    rate: OwnRate = None,
+    rate: Rate = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     as_json: Json = False,
@@ -509,7 +512,7 @@ def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
     say(
         f"{count} of {counted(len(done.decisions), 'chunk')} escalated: realised rate "
-        f"{done.escalated:.4f} (nominal rate {done.rate:g})"
+        f"{done.escalated:.4f} (nominal rate {done.rate:g}, rate scope {done.mode})"
     )
     for name, value in done.metrics.items():
         say(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")

@@ -242,7 +242,7 @@ _ENOUGH_PROBLEMS = 40
 # at most this many names of problems are printed in one line
 _MOST_NAMES = 5
 # If fewer tokens than this share of the target's tokens were proposed, the summary does not mention
-# speculation. If the draft wrote fewer, the summary says that drafts were hardly used.
+# chosen speculation. If the draft wrote fewer, the summary says that drafts were hardly used.
 _FEW_PROPOSED = 0.05
 
 
@@ -267,7 +267,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),
         ("drafts", _unused_drafts(result)),
-        ("speculation", _speculation(result)),
+        ("speculation", _speculation(result, configuration)),
         ("combined", "" if result.combined is None else str(result.combined)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
@@ -399,10 +399,12 @@ def _unused_drafts(result: RunResult) -> str:
     return "hardly used; exact drafts only while this is measured to save time"
 
 
-def _speculation(result: RunResult) -> str:
-    """Return a summary of speculative decoding, or "" if it was hardly used."""
+def _speculation(result: RunResult, configuration: Configuration) -> str:
+    """Return a summary of speculative decoding. Return "" if it was hardly used, or if the user did
+    not choose it; then only the report describes it.
+    """
     counters = result.speculated
-    if counters is None:
+    if counters is None or configuration["speculate"] == "auto":
         return ""
     if 0 < counters.proposed < _FEW_PROPOSED * result.summary.usage.target_tokens:
         return ""

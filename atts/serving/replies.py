@@ -151,7 +151,7 @@ class Reply:
     outcome: Outcome
     account: Account
     rate: float
-    guarantee: str
+    promise: tuple[str, str]  # the gate's guarantee, and what voids it
     created: int
 
     @property
@@ -266,7 +266,8 @@ class Reply:
                 "realised": _escalated(decisions) / len(decisions) if decisions else None,
                 "chunks": len(decisions),
             },
-            "guarantee": self.guarantee,
+            "guarantee": self.promise[0],
+            "voided_by": self.promise[1],
             "spent": self.account.as_json(),
             "limit": self.account.limit or None,
             "policy": policy.name,

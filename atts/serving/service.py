@@ -668,7 +668,7 @@ class Service:
             outcome,
             account,
             rate=planned.rate,
-            guarantee=_guarantee(plan.gate),
+            promise=_promise(plan.gate),
             created=int(served.began),
         )
         served.end("answered", reply.facts())
@@ -890,22 +890,19 @@ async def _outcome_of(result: RunResult) -> Outcome:
     return await anyio.to_thread.run_sync(next, result.outcomes())
 
 
-def _guarantee(gate: object) -> str:
-    """Return a gate's guarantee as a string, followed by the conditions that make it invalid.
-
-    The string is empty if the gate gives no guarantee.
+def _promise(gate: object) -> tuple[str, str]:
+    """Return a gate's guarantee, and the conditions that void it. Both strings are empty if the
+    gate gives no guarantee.
     """
     if isinstance(gate, GuaranteedGate):
-        promise = gate.promise
-    elif isinstance(gate, ConformalGate) and isinstance(gate.calibrator, Calibrator):
+        return gate.promise
+    if isinstance(gate, ConformalGate) and isinstance(gate.calibrator, Calibrator):
         # Other requests use the same calibrator, so its counts are not those of one request.
-        promise = (
+        return (
             f"requests that share this gate: {gate.calibrator.guarantee}",
             gate.calibrator.voided_by,
         )
-    else:
-        return ""
-    return "; limits: ".join(filter(None, promise))
+    return "", ""
 
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:

@@ -936,11 +936,22 @@ def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: 
         assert (said.code, words_of_error in said.err) == (2, True), said.err
 
 
-def test_a_calibrator_is_fitted_as_the_run_was(atts: Any, scripted: tuple[str, ...]) -> None:
-    """A calibrator that is fitted to a run gets the run's rate and rate scope; flags change them."""
+def test_fit_and_replay_use_the_rate_and_scope_of_the_run(
+    atts: Any, scripted: tuple[str, ...]
+) -> None:
+    """A calibrator that is fitted to a run, and a replay of the run's scores, get the run's rate and
+    rate scope; flags change them. For a file of scores, they are 0.4 and aci.
+    """
     run = ("eval", "arithmetic[:2]", "--samples", "2", *scripted)
     own = ("--rate", "0.3", "--rate-scope", "question", "--out", "runs/own")
     assert atts(*run, *own).code == 0
     fit = ("calibration", "fit", "runs/own", "--out", "fitted.json")
     assert "rate scope question, rate 0.3" in atts(*fit).out
     assert "rate scope aci, rate 0.1" in atts(*fit, "--rate-scope", "aci", "--rate", "0.1").out
+    replay = ("calibration", "replay", "runs/own")
+    assert "(nominal rate 0.3, rate scope question)" in atts(*replay).out
+    changed = atts(*replay, "--rate-scope", "marginal", "--rate", "0.1")
+    assert "(nominal rate 0.1, rate scope marginal)" in changed.out
+    assert atts("calibration", "import", "runs/own", "--out", "own.json").code == 0
+    of_file = atts("calibration", "replay", "own.json")
+    assert "(nominal rate 0.4, rate scope aci)" in of_file.out

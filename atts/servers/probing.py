@@ -11,7 +11,7 @@ import anyio
 
 from atts.concurrency import collect, task_group
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
-from atts.engine import Capability, first_values, is_other_model
+from atts.engine import Capability, EngineSpec, first_values, is_other_model
 from atts.errors import (
     BadReply,
     ContextOverflow,
@@ -387,7 +387,7 @@ class ServerProbe:
         if speculation == "":
             return Finding("speculation", "yes", "the server does not speculate")
         try:
-            test = await check_losslessness(self._requests, self._prompt, greedy)
+            test = await check_losslessness(self._requests, self._prompt, greedy, self._spec)
         except (BadReply, UnsupportedByEngine) as error:
             return Finding("speculation", "unknown", str(error))
         seen = f"{speculation or 'the server does not report whether it speculates'}; {test}"
@@ -573,8 +573,17 @@ def _first_ids(ids: TokenIds) -> str:
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
 # The test fails if the deviation is more than this number of standard errors. With lossless
-# speculation, this happens in about one of a million tests.
+# speculation, this happens in a few of a million tests.
 _MOST_DEVIATIONS = 5.0
+# While the deviation is between this number of standard errors and the limit, another batch of texts
+# follows, up to `_MOST_BATCHES`. With lossless speculation, one of twenty tests needs a second batch.
+_SUSPICIOUS = 2.0
+_MOST_BATCHES = 5
+# A single sampled token may be so unlikely that it proves an error. At temperature T, a token that is
+# G nats less likely than another one has at most probability exp(-G / T). Summed over the vocabulary
+# and over all sampled tokens, this bounds the probability that a lossless server ever samples such a
+# token. The test fails for a G at which the bound is below this number.
+_IMPOSSIBLE = 1e-6
 # Two tokens count as equally likely if their log-probs differ by at most this number of nats.
 # Rounding may then decide which of them a server chooses at temperature 0.
 _TIE = 0.1
@@ -596,6 +605,10 @@ class Lossless(NamedTuple):
     deficit: float
     # the sum of all differences, divided by its standard error
     deviation: float
+    # largest difference of one token in nats
+    largest: float
+    # a difference above this number of nats is impossible on a lossless server
+    possible: float
     # At temperature 0, a one-token request may give a likelier token than the text has at the same
     # position. This is the largest difference between the log-probs of two such tokens, in nats.
     greedy_gap: float
@@ -612,6 +625,11 @@ class Lossless(NamedTuple):
                 f"{self.tokens} tokens sampled at temperature {_WARM.temperature:g} are "
                 f"on average {abs(self.deficit):.2f} nats {direction} likely than tokens requested "
                 f"one at a time ({abs(self.deviation):.1f} standard errors)"
+            )
+        if self.largest > self.possible:
+            problems.append(
+                f"a token sampled at temperature {_WARM.temperature:g} is {self.largest:.0f} nats "
+                "less likely than another token in its place, which is practically impossible"
             )
         if self.greedy_gap > _TIE:
             problems.append(
@@ -633,40 +651,55 @@ class Lossless(NamedTuple):
 
 
 async def check_losslessness(
-    requests: DialectClient, prompt: TokenIds, greedy: TokenIds
+    requests: DialectClient, prompt: TokenIds, greedy: TokenIds, spec: EngineSpec
 ) -> Lossless:
     """Test whether a server's speculative decoding is lossless.
 
     Each token of a sampled text is compared with a token from a one-token request after the same
-    prefix. Servers do not speculate in one-token requests.
+    prefix. Servers do not speculate in one-token requests. The texts follow a prompt that repeats
+    itself, if the context has room for it, because n-grams and suffixes propose tokens only where a
+    text repeats itself.
 
     :raises EngineError: the server fails.
     """
-    texts = await collect(
-        [partial(_differences, requests, prompt, number) for number in range(_SAMPLED_TEXTS)]
-    )
-    differences = [value for text in texts for value in text]
+    repeated = prompt + greedy + prompt
+    if len(repeated) + _TOKENS > spec.context_length:
+        repeated = prompt
+    pairs: list[tuple[float, float]] = []
+    for batch in range(_MOST_BATCHES):
+        numbers = range(batch * _SAMPLED_TEXTS, (batch + 1) * _SAMPLED_TEXTS)
+        texts = await collect([partial(_pairs, requests, repeated, number) for number in numbers])
+        pairs += [pair for text in texts for pair in text]
+        differences = [max(_FLOOR, alone) - max(_FLOOR, in_text) for alone, in_text in pairs]
+        root = math.sqrt(sum(value * value for value in differences))
+        deviation = sum(differences) / root if root else 0.0
+        largest = max((alone - in_text for alone, in_text in pairs if alone > in_text), default=0.0)
+        possible = _WARM.temperature * math.log(spec.vocabulary * max(1, len(pairs)) / _IMPOSSIBLE)
+        if not _SUSPICIOUS < abs(deviation) <= _MOST_DEVIATIONS or largest > possible:
+            break
     gaps = await collect(
         [
             partial(_greedy_gap, requests, prompt + greedy[:length], greedy[length])
             for length in range(len(greedy))
         ]
     )
-    total = sum(differences)
-    root = math.sqrt(sum(value * value for value in differences))
     return Lossless(
-        tokens=len(differences),
-        deficit=total / max(1, len(differences)),
-        deviation=total / root if root else 0.0,
+        tokens=len(pairs),
+        deficit=sum(differences) / max(1, len(pairs)),
+        deviation=deviation,
+        largest=largest,
+        possible=possible,
         greedy_gap=max(gaps),
     )
 
 
-async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
-    """Sample a text, and return one difference of log-probs for each position.
+async def _pairs(
+    requests: DialectClient, prompt: TokenIds, number: int
+) -> list[tuple[float, float]]:
+    """Sample a text, and return a pair of log-probs for each position.
 
-    At each position, a one-token request samples another token. The difference is the log-prob of
-    this token, minus the log-prob of the token in the text.
+    At each position, a one-token request samples another token. The pair contains the log-prob of
+    this token and the log-prob of the token in the text. `number` makes the seeds of the text.
     """
     seed = Seed(run=100 + number, purpose="probe")
     ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
@@ -682,10 +715,7 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
         return (await requests.score(ScoreRequest(before, token))).logprobs[0]
 
     drawn = await collect([partial(draw_alone, position) for position in range(len(ids))])
-    return [
-        max(_FLOOR, alone) - max(_FLOOR, in_text)
-        for alone, in_text in zip(drawn, scores, strict=True)
-    ]
+    return list(zip(drawn, scores, strict=True))
 
 
 async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:

@@ -4,13 +4,15 @@ distribution.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from atts.core import Completion, SampleRequest
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineAround
 from atts.errors import UnsupportedByEngine
 from atts.servers import RemoteEngine, probe
@@ -71,6 +73,74 @@ async def test_a_server_whose_speculation_changes_its_distribution_is_refused(
         async with client(server.url, needs=frozenset({"sample"})):
             pass
     assert "serve the model without speculation" in str(caught.value)
+
+
+class TooHot(EngineAround):
+    """An engine that samples correctly one token at a time, but at a higher temperature if several
+    tokens are requested after a prompt that repeats itself, as n-gram proposals would.
+    """
+
+    heat = 8.0
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        tail = request.ids[-4:]
+        repeats = any(request.ids[at : at + 4] == tail for at in range(len(request.ids) - 4))
+        if request.max_tokens == 1 or not request.sampling.temperature or not repeats:
+            return await super().sample(request)
+        hot = replace(request.sampling, temperature=self.heat)
+        return await super().sample(replace(request, sampling=hot))
+
+
+class SlightlyTooHot(TooHot):
+    """An engine that samples at a temperature of 1.6 instead of 0.7."""
+
+    heat = 1.6
+
+
+class OddToken(EngineAround):
+    """An engine that once begins a text with a token that is 40 nats less likely than others."""
+
+    odd = ToyTokenizer().vocabulary - 1
+    is_written = False
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        done = await super().sample(request)
+        if self.is_written or request.max_tokens != 12 or request.sampling.temperature != 0.7:
+            return done
+        self.is_written = True
+        return replace(done, ids=(self.odd, *done.ids[1:]))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        scores = await super().score(request)
+        pairs = zip(request.suffix, scores.logprobs, strict=True)
+        return replace(scores, logprobs=tuple(-40.0 if one == self.odd else p for one, p in pairs))
+
+
+@pytest.mark.anyio
+async def test_a_single_impossible_token_is_found(serve: Serve) -> None:
+    """A token that is too unlikely to be sampled proves an error, even among correct tokens."""
+    engine = partial(OddToken, ScriptedEngine(context_length=1024), "own")
+    report = await probe(serve("vllm", engine, quirks=LOSSLESS).url, tokenizer=ToyTokenizer())
+    assert "sample" not in report.can
+    seen = next(found.seen for found in report.findings if found.name == "speculation")
+    assert "practically impossible" in seen
+
+
+@pytest.mark.anyio
+async def test_garbage_after_repeated_text_is_found(serve: Serve) -> None:
+    """Speculation by n-grams proposes tokens only where a text repeats itself, so the probe's texts
+    follow a prompt that repeats itself. A small deviation is tested on further texts.
+    """
+    for kind, fewest in ((TooHot, 96), (SlightlyTooHot, 100)):
+        server = serve(
+            "vllm", partial(kind, ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS
+        )
+        report = await probe(server.url, tokenizer=ToyTokenizer())
+        assert "sample" not in report.can
+        seen = next(found.seen for found in report.findings if found.name == "speculation")
+        assert "nats less likely" in seen
+        tokens = int(re.findall(r"(\d+) tokens sampled", seen)[0])
+        assert tokens >= fewest
 
 
 class TooSure(EngineAround):

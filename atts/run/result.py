@@ -34,7 +34,7 @@ from atts.journal import (
     truncation,
 )
 from atts.ledger import PRICES, money_of, recorded_prices
-from atts.pipelines import Chunking, CombineSummary, ScoreRule, summarise_combinations
+from atts.pipelines import Chunking, CombineSummary, Policy, ScoreRule, summarise_combinations
 
 Conditions = Literal["match", "ignore"]
 """What to do if the stored scores were recorded under other conditions than those of this run.
@@ -44,6 +44,11 @@ Conditions = Literal["match", "ignore"]
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
+)
+# Texts that are added to every problem. They are conditions only if they differ from the default, so
+# that scores without this record still fit runs with the default texts.
+_PROMPTS: Mapping[str, str] = MappingProxyType(
+    {"system": Policy().system, "instruction": Policy().instruction}
 )
 _ADVICE = (
     "Compute new scores with the settings of this run, or use the stored scores anyway with "
@@ -57,8 +62,8 @@ _ADVICE_TO_FIT = (
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """Return the conditions under which a run makes its scores: models, sampling, chunking and
-    score rule, but not the problems.
+    """Return the conditions under which a run makes its scores: models, sampling, chunking, score
+    rule and changed prompts, but not the problems.
     """
     conditions: dict[str, object] = {}
     for role, spec in manifest.engines.items():
@@ -74,6 +79,9 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
         if isinstance(part, Mapping):
             for key, value in part.items():
                 conditions[f"{name}.{key}"] = list(value) if isinstance(value, tuple) else value
+    for name, text in _PROMPTS.items():
+        if policy.get(name, text) != text:
+            conditions[name] = policy[name]
     return conditions
 
 
@@ -88,6 +96,7 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
     """
     of_models = [f"{role}.{name}" for role in get_args(Role) for name in _SPEC]
     of_policy = [f"{part}.{field.name}" for part, kind in _POLICY.items() for field in fields(kind)]
+    of_policy += _PROMPTS
     conditions = dict[str, object]()
     for name, text in given.items():
         if name not in of_models + of_policy and name.partition(".")[2][:6] != "probe.":
@@ -123,8 +132,12 @@ def check_conditions(
         return "the judge's file does not record the conditions under which the judge was fitted"
     if not recorded:
         return "the stored scores do not record their conditions, so they may not fit this run"
+    compared = {name: now[name] for name in recorded if name in now}
+    # Runs record a prompt only if it is not the default. Scores that record chunks come from a run.
+    if any(name.startswith("chunking.") for name in recorded):
+        compared |= {name: now[name] for name in _PROMPTS if name in now}
     try:
-        check_fingerprint("scores", recorded, {name: now[name] for name in recorded if name in now})
+        check_fingerprint("scores", recorded, compared)
     except FingerprintError as error:
         if conditions == "match":
             name = what if is_judge else "the stored calibration"

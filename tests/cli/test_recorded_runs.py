@@ -327,6 +327,22 @@ def test_a_fitted_calibrator_starts_a_run(
     assert open_run(Path("own")).manifest.configuration["stored"].value == list(made.stored.scores)
 
 
+def test_scores_made_with_another_prompt_are_refused(
+    atts: Atts, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """A system prompt is a condition of scores, so a run with another system prompt refuses them."""
+    assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
+    words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--scores", "fitted.json")
+    said = atts(*words, "--set", "system=Be brief.", "--out", "brief")
+    assert said.code == 2
+    assert "system" in said.err
+    assert "Be brief." in said.err
+    brief = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--set", "system=Be brief.")
+    assert atts(*brief, "--out", "brief").code == 0
+    assert scores_of(Path("brief")).fingerprint["system"] == "Be brief."
+    assert atts(*brief, "--scores", "brief", "--out", "again").code == 0
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [

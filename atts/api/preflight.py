@@ -113,6 +113,7 @@ class _Past:
     mean: Tokens
     rate: float
     dataset: str
+    max_tokens: object  # the limit of tokens per rollout
     # one tuple for each graded problem: for each of its rollouts, whether it is correct
     correct: tuple[tuple[bool, ...], ...]
 
@@ -238,6 +239,8 @@ def _mean_rollout(
             )
         if past.dataset != dataset:
             words += f"; that run used the dataset {past.dataset}, so the estimate is only a guess"
+        if past.max_tokens != configuration["max_tokens"]:
+            words += f"; that run had at most {past.max_tokens:,} tokens per rollout"
         return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
     if set(setup.asked) == {"embedded"}:
         return _from_solutions(setup, problems)
@@ -319,7 +322,8 @@ def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterat
             for one in finished
             if one.verdict is not None
         )
-        yield _Past(folder, rollouts, tokens.times(1 / rollouts), rate, dataset, correct)
+        longest = settings.get("max_tokens")
+        yield _Past(folder, rollouts, tokens.times(1 / rollouts), rate, dataset, longest, correct)
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:

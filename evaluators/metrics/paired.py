@@ -489,7 +489,7 @@ class Power:
         )
         shown = f"show a difference of {self.detectable:.1f} points"
         if self.detectable >= 100:
-            shown = "show no difference, however large"
+            shown = "cannot show any difference"
         samples = counted(self.samples, "sample")
         return (
             f"{counted(self.problems, 'problem')} x {samples} {shown} between methods (80 % "

@@ -264,6 +264,9 @@ def test_a_dry_run_names_the_basis_of_its_estimate(
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
+    assert "tokens per rollout" not in larger["basis"]
+    longer = json.loads(atts(*more, "--max-tokens", "4000", "--dry-run", "--json").out)
+    assert longer["basis"].endswith("; that run had at most 512 tokens per rollout")
     # scripted models solve none of these problems, so their run gives no estimate of power
     assert first["power"] == []
     assert larger["power"][0].startswith("all rollouts of 4 problems had the same result")

@@ -666,6 +666,8 @@ async def check_losslessness(
     if len(repeated) + _TOKENS > spec.context_length:
         repeated = prompt
     pairs: list[tuple[float, float]] = []
+    differences: list[float] = []
+    deviation = largest = possible = 0.0
     for batch in range(_MOST_BATCHES):
         numbers = range(batch * _SAMPLED_TEXTS, (batch + 1) * _SAMPLED_TEXTS)
         texts = await collect([partial(_pairs, requests, repeated, number) for number in numbers])

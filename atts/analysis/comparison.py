@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from atts.evaluators import (
     mcnemar,
 )
 from atts.files import read_ordinary
-from atts.journal import FinishedProblem, check_exists, is_censored, open_run
+from atts.journal import FinishedProblem, RecordedRun, check_exists, is_censored, open_run
 from atts.ledger import PRICES, Prices, money_of, recorded_prices
 from atts.sampling import Seed, generator, student_quantile
 
@@ -109,15 +109,25 @@ class GradedProblem:
     costs: Mapping[str, float]  # the known costs of the problem, keyed by the names in COSTS
     # amount by which `vote` would be larger if unscored answers counted as correct
     unscored: float = 0.0
+    rollouts: int = 0  # number of recorded rollouts, without those that were stopped early
+    cut: int = 0  # number of these rollouts that a limit cut before they could answer
 
 
 @dataclass(frozen=True, slots=True)
 class GradedRun:
-    """A run with its graded problems."""
+    """A run with its graded problems and its settings.
+
+    A file of results has no settings.
+    """
 
     name: str
     method: str
     problems: Mapping[str, GradedProblem]
+    # settings that can change results, keyed by their configuration keys
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # keys in `settings` whose values atts derived from other settings or from the models
+    derived: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()  # roles whose models the run used
 
 
 def read_results(path: Path) -> GradedRun:
@@ -145,7 +155,41 @@ def _run(directory: Path) -> GradedRun:
     run = open_run(directory)
     prices = recorded_prices(run.given(PRICES))
     problems = {name: _brief(one, prices) for name, one in run.state().graded.items()}
-    return GradedRun(str(directory), str(run.setting("method") or ""), problems)
+    return GradedRun(
+        str(directory),
+        str(run.setting("method") or ""),
+        problems,
+        settings=_settings(run),
+        derived=frozenset(
+            name
+            for name, setting in run.manifest.settings.items()
+            if setting.origin == "max_tokens" or setting.origin.endswith(" models")
+        ),
+        roles=frozenset(run.manifest.engines),
+    )
+
+
+# Settings of the gate. They are compared only if both runs have the same method.
+_GATE = ("rate_scope", "cap", "warmup", "accept_when_agreeing")
+# Fields of a policy that do not change the results of a rollout that finishes.
+_WITHOUT_EFFECT = ("optimistic", "timeout_seconds")
+
+
+def _settings(run: RecordedRun) -> dict[str, Any]:
+    """Return the settings of a run that can change its results, except the method and the rate."""
+    policy = {name: value for name, value in run.policy.items() if name not in _WITHOUT_EFFECT}
+    settings = {role: engine.get("model") for role, engine in run.manifest.engines.items()}
+    policy["target_sampling"] = policy.get("target_sampling") or policy.get("sampling")
+    settings |= dict(_flat(policy))
+    return settings | {name: run.setting(name) for name in (*_GATE, "grader")}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _brief(one: FinishedProblem, prices: Prices) -> GradedProblem:
@@ -159,7 +203,13 @@ def _brief(one: FinishedProblem, prices: Prices) -> GradedProblem:
     if dollars is not None:
         costs["dollars"] = dollars
     return GradedProblem(
-        float(one.is_correct), _mean(known), len(known), costs, float(one.is_right is None)
+        float(one.is_correct),
+        _mean(known),
+        len(known),
+        costs,
+        float(one.is_right is None),
+        rollouts=len(one.complete_samples),
+        cut=sum(sample.is_cut for sample in one.complete_samples),
     )
 
 
@@ -215,12 +265,8 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     if not votes:
         return None
     samples = _list(rows[0].get("samples")) if len(rows) == 1 else []
-    known = [
-        value
-        for one in samples
-        if not is_censored(one.get("answer"), one.get("finish"))
-        and (value := _right(one, path)) is not None
-    ]
+    complete = [one for one in samples if not is_censored(one.get("answer"), one.get("finish"))]
+    known = [value for one in complete if (value := _right(one, path)) is not None]
     mean = _mean(votes)
     share = _mean(known) if samples else mean
     costs: dict[str, float] = {}
@@ -238,7 +284,12 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     unscored = sum(row.get("correct", row.get("verdict")) == "unscored" for row in rows) / len(
         votes
     )
-    return GradedProblem(mean, share, len(known) or len(votes), costs, unscored)
+    cut = sum(
+        one.get("answer") is None and one.get("finish") in ("tokens", "turns") for one in complete
+    )
+    return GradedProblem(
+        mean, share, len(known) or len(votes), costs, unscored, rollouts=len(complete), cut=cut
+    )
 
 
 def _right(row: Mapping[str, Any], path: Path) -> float | None:
@@ -270,6 +321,15 @@ class CostRatio:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedSetting:
+    """A setting with different values in two runs."""
+
+    name: str  # the configuration key; "draft" and "target" are the models
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """A comparison of two runs, on the problems that are graded in both runs.
 
@@ -294,6 +354,13 @@ class Compared:
     if_right: Comparison | None = None
     # the result of a test after every problem; the seed determines the order of the problems
     sequential: Sequential | None = None
+    # settings that differ and can change results, except the method, the rate, and settings that
+    # follow from them
+    settings: tuple[ChangedSetting, ...] = ()
+    # number of rollouts of the first and of the second run that a limit cut before they could
+    # answer, and number of all rollouts that were not stopped early
+    cut: tuple[int, int] = (0, 0)
+    rollouts: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         """Return one line: both runs and the difference of their votes."""
@@ -305,12 +372,18 @@ class Compared:
 
 
 def compare(
-    first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
+    first: GradedRun,
+    second: GradedRun,
+    *,
+    seed: int = 0,
+    points: float | None = None,
+    by_method: Collection[str] = (),
 ) -> Compared:
     """Compare two runs on their common problems.
 
     If `points` is set, also test the difference after every problem. Runs that differ by at most
-    `points` percentage points are called alike.
+    `points` percentage points are called alike. `by_method` has the names of the settings that the
+    methods of the two runs fix.
 
     :raises DatasetError: the runs have no problem in common.
     """
@@ -354,7 +427,41 @@ def compare(
         unscored=(sum(map(bool, doubted[0])), sum(map(bool, doubted[1]))),
         if_right=compare_runs(*best) if any(map(any, doubted)) else None,
         sequential=None if points is None else compare_in_order(differences, points),
+        settings=tuple(_changed_settings(first, second, by_method)),
+        cut=(sum(one.cut for one in ours), sum(one.cut for one in theirs)),
+        rollouts=(sum(one.rollouts for one in ours), sum(one.rollouts for one in theirs)),
     )
+
+
+def _changed_settings(
+    first: GradedRun, second: GradedRun, by_method: Collection[str]
+) -> Iterator[ChangedSetting]:
+    """Yield the settings with different values, except those that follow from other settings."""
+    # A file of results has no settings.
+    if not first.settings or not second.settings:
+        return
+    before = first.settings
+    after = second.settings
+    for name in {**before, **after}:
+        change = before.get(name), after.get(name)
+        table, _, field_name = name.partition(".")
+        if change[0] == change[1] or name in by_method or table in by_method:
+            continue
+        # A run with one model records no model for the other role.
+        if name in ("draft", "target") and None in change:
+            continue
+        if name in _GATE and first.method != second.method:
+            continue
+        # By default, the lengths of chunks depend on whether the method reads chunks, and the limit
+        # on turns depends on these lengths.
+        follows = name == "turns" or (table == "chunking" and first.roles != second.roles)
+        if follows and name in first.derived & second.derived:
+            continue
+        # If both models are sampled alike, print the change only once.
+        sampling = f"sampling.{field_name}"
+        if table == "target_sampling" and change == (before.get(sampling), after.get(sampling)):
+            continue
+        yield ChangedSetting(name, *change)
 
 
 def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> CostRatio | None:

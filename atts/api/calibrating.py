@@ -42,7 +42,7 @@ from atts.journal import (
     check_exists,
     open_run,
 )
-from atts.methods import preset
+from atts.methods import PRESETS, preset
 from atts.pipelines import (
     AgreementGate,
     ConformalGate,
@@ -129,9 +129,10 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
         raise OptionError(
             "points", f"{points:g} is outside [0, 100]; give a value in percentage points"
         )
-    return compare(
-        *(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed
-    )
+    runs = [read_results(directory_of(one)) for one in (first, second)]
+    methods = {run.method for run in runs}
+    by_method = {name for row in PRESETS if row.name in methods for name in row.changes}
+    return compare(*runs, points=points, seed=seed, by_method=by_method)
 
 
 def certify(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -35,6 +36,10 @@ Run = Annotated[
 ]
 # If more problems than this are needed for 80 % power, print "more than 100,000".
 _MANY = 100_000
+# largest number of differing settings that a comparison prints
+_SHOWN_SETTINGS = 5
+# A longer value of a setting is not printed.
+_LONG_VALUE = 40
 
 
 def compare(
@@ -94,7 +99,14 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         )
     ]
     common = f"{counted(comparison.problems, 'problem')} in common"
-    lines = [f"{names[0]} → {names[1]}", common, ""]
+    lines = [f"{names[0]} → {names[1]}", common, *_setting_lines(comparison)]
+    if any(comparison.cut):
+        (first_cut, second_cut), (first_all, second_all) = comparison.cut, comparison.rollouts
+        lines.append(
+            f"{'cut':<16}{first_cut:,} of {counted(first_all, 'rollout')} in the first run, "
+            f"{second_cut:,} of {second_all:,} in the second"
+        )
+    lines.append("")
     # If each problem has one rollout or one answer, the vote and the single rollouts are equally
     # accurate. Then print this accuracy only once.
     is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
@@ -139,6 +151,30 @@ def _comparison_lines(comparison: Compared) -> list[str]:
             "duration of the run."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
+
+
+def _setting_lines(comparison: Compared) -> list[str]:
+    """Return one line with the first settings that differ; no line if none differ."""
+    if not comparison.settings:
+        return []
+    parts = [
+        f"{one.name} {_setting_text(one.first)} → {_setting_text(one.second)}"
+        for one in comparison.settings[:_SHOWN_SETTINGS]
+    ]
+    more = len(comparison.settings) - len(parts)
+    end = f", and {more} more" if more else ""
+    return [f"{'settings differ':<16}{', '.join(parts)}{end}"]
+
+
+def _setting_text(value: Any) -> str:
+    """Return a setting's value as a short string; of a long text, return only its length."""
+    if value is None:
+        return "none"
+    # Strings are quoted, because spaces and commas would hide where they end. Names of models and
+    # values such as "majority" need no quotes.
+    is_word = isinstance(value, str) and re.fullmatch(r"[\w./:-]+", value)
+    text = value if is_word else json_line(value)
+    return f"({len(text):,} characters)" if len(text) > _LONG_VALUE else text
 
 
 def _is_same(first: Comparison, second: Comparison) -> bool:

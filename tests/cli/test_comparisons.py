@@ -253,6 +253,30 @@ def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     assert "coin" not in atts("compare", "runs/alone", "runs/atts").out
 
 
+def test_a_comparison_names_differing_settings_and_cut_rollouts(
+    atts: Any, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """`atts compare` prints the settings that differ and can change results, and the number of
+    rollouts that each run cut; settings that follow from the method are not printed.
+    """
+    assert "settings differ" not in atts("compare", "runs/alone", "runs/atts").out
+    changes = {"chunking.draft_tokens": "12", "system": "Be brief", "sampling.temperature": "0.5"}
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    words += ["--samples", "2", "--max-tokens", "20", "--set", "vote=confidence"]
+    assert atts("eval", "arithmetic[:3]", *words, *scripted, "--out", "runs/b").code == 0
+    said = atts("compare", "runs/alone", "runs/b").out
+    assert (
+        "\nsettings differ samples 3 → 2, max_tokens 512 → 20, chunking.draft_tokens 64 → 12, "
+        "sampling.temperature 0.7 → 0.5, vote majority → confidence, and 1 more\n"
+    ) in said
+    assert re.search(r"\ncut {13}0 of \d rollouts in the first run, 6 of 6 in the second\n", said)
+    record = json.loads(atts("compare", "runs/alone", "runs/b", "--json").out)
+    assert record["settings"][-1]["name"] == "system"
+    assert record["settings"][-1]["second"] == "Be brief"
+    assert record["cut"] == [0, 6]
+    assert record["rollouts"][1] == 6
+
+
 def test_problems_of_one_run_only_are_left_out_with_a_message(atts: Any, tmp_path: Path) -> None:
     """Only problems that both runs contain are compared, and a message gives the number of the
     other problems.

@@ -73,7 +73,8 @@ class RateCheck:
     `standing` is "held" if the rate is inside `coin`, the interval that contains 95 % of the rates
     of independent coins. It is "left" if the rate is outside `band`, and otherwise "unclear".
     `band` contains 99 % of the rates of on-target runs, if the rate varies between their questions
-    as much as here. A gate that works is therefore called off target once in 100 runs.
+    as much as here. A gate that works is therefore called off target once in 100 runs. After very
+    few decisions, a rate inside `coin` is "unclear" too: see `has_few_decisions`.
     """
 
     standing: Standing
@@ -84,6 +85,14 @@ class RateCheck:
     coin: tuple[float, float]
     band: tuple[float, float]
 
+    @property
+    def has_few_decisions(self) -> bool:
+        """Return True if the rate is inside `coin`, but a rate of 0 or of twice the nominal rate
+        would be inside too, so that the decisions show nothing.
+        """
+        low, high = self.coin
+        return low <= self.share <= high and _is_empty(self.coin, self.nominal)
+
     def __str__(self) -> str:
         share = (
             f"{self.share * self.decisions:,.0f} of {counted(self.decisions, 'chunk')} escalated "
@@ -93,6 +102,11 @@ class RateCheck:
             return (
                 f"{share}: off target, because 99 % of on-target runs have a rate in "
                 f"{_interval_text(self.band)}"
+            )
+        if self.has_few_decisions:
+            return (
+                f"{share}: too few decisions to tell whether the rate is on target; chance alone "
+                f"would give a rate in {_interval_text(self.coin)} (95 %)"
             )
         if self.standing == "unclear":
             return (
@@ -142,12 +156,20 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
     standing: Standing = "left"
     if coin[0] <= share <= coin[1]:
-        standing = "held"
+        standing = "unclear" if _is_empty(coin, nominal) else "held"
     elif band[0] <= share <= band[1]:
         standing = "unclear"
     return RateCheck(
         standing, nominal, share, decisions=decisions, questions=len(rows), coin=coin, band=band
     )
+
+
+def _is_empty(coin: tuple[float, float], nominal: float) -> bool:
+    """Return True if the interval contains a rate of 0, or a rate of 1 or of twice the nominal
+    rate. At the nominal rates 0 and 1, any other rate is off target, so the result is False.
+    """
+    low, high = coin
+    return 0 < nominal < 1 and (low <= 0 or high >= min(1, 2 * nominal))
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:

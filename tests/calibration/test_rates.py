@@ -42,12 +42,25 @@ def test_a_wrong_rate_is_called_off_target_given_enough_questions(
     assert found.count("left") >= 48
 
 
-def test_few_decisions_report_the_range_that_they_allow() -> None:
-    """For about ten chunks the verdict adds the range of rates that fit the decisions; for about a
-    thousand chunks it does not.
+@pytest.mark.parametrize(("nominal", "decisions"), [(0.2, 8), (0.2, 17), (0.05, 60), (0.9, 20)])
+def test_very_few_decisions_allow_no_verdict(nominal: float, decisions: int) -> None:
+    """If a rate of 0 or of twice the nominal rate would also count as on target, the verdict says
+    that there are too few decisions.
     """
-    assert "chance alone would give a rate in [0.000, 0.500] (95 %): on target" in str(
-        check_rate(0.2, [(5, 1), (5, 1)])
+    escalated = round(nominal * decisions)
+    check = check_rate(nominal, [(decisions, escalated)])
+    assert (check.standing, check.has_few_decisions) == ("unclear", True)
+    assert ": too few decisions to tell whether the rate is on target; chance alone" in str(check)
+    many = check_rate(nominal, [(10 * decisions, 10 * escalated)])
+    assert (many.standing, many.has_few_decisions) == ("held", False)
+
+
+def test_few_decisions_report_the_range_that_they_allow() -> None:
+    """For about thirty chunks the verdict adds the range of rates that fit the decisions; for about
+    a thousand chunks it does not.
+    """
+    assert "chance alone would give a rate in [0.067, 0.367] (95 %): on target" in str(
+        check_rate(0.2, [(15, 3), (15, 3)])
     )
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal rate 20 %: on target")
     # one question gives no information about other questions

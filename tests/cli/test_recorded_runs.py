@@ -214,6 +214,29 @@ def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> No
     assert (alone.code, "no rate to check" in alone.err) == (5, True)
 
 
+def test_a_rate_of_very_few_decisions_gets_no_verdict(
+    atts: Atts, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """After about ten decisions, the check passes, but it and the reports say that the decisions
+    are too few for a verdict, and mark the rate and the accuracy as notes.
+    """
+    words = ("--samples", "1", "--out", "runs/short")
+    assert atts("eval", "arithmetic[:2]", *scripted, *words).code == 0
+    few = "too few decisions to tell whether the rate is on target"
+    said = atts("calibration", "check", "runs/short")
+    assert said.code == 0
+    assert few in said.out
+    page = atts("report", "runs/short", "--format", "md", "--out", "-").out
+    assert "- note: accuracy of the vote" in page
+    assert re.search(f"- note: .* chunks escalated .*: {few}", page)
+    assert "good:" not in page
+    assert atts("calibration", "report", "runs/short", "--out", "short.html").code == 0
+    report = Path("short.html").read_text()
+    assert '<span class="badge note"' in report
+    assert f": {few}." in report
+    assert "on target" not in report.replace(few, "")
+
+
 def _bent(journal: bytes) -> bytes:
     """Return the journal with every decision changed to an escalation, and with valid checksums."""
     import zlib

@@ -38,8 +38,8 @@ from atts.analysis.reports.numbers import (
     RunVerdict,
     Spend,
     StageSeconds,
-    Standing,
     TimeBreakdown,
+    rate_standing,
     worst_of,
 )
 from atts.analysis.reports.rate_control import realised_rate
@@ -351,7 +351,7 @@ def _verdict(
         known = accuracy[0].estimate.n_problems
         of = "" if known == count else f"{known:,} of "
         points.append(
-            ("good", f"accuracy of the vote {accuracy[0].estimate.brief()} over {of}{problems}")
+            ("note", f"accuracy of the vote {accuracy[0].estimate.brief()} over {of}{problems}")
         )
     else:
         points.append(
@@ -363,19 +363,20 @@ def _verdict(
     if not math.isnan(cost.target_share):
         points.append(
             (
-                "good",
+                "note",
                 f"the target wrote {100 * cost.target_share:.1f} % of "
                 f"{written(cost.usage):,} tokens",
             )
         )
     if calibration is not None:
         points.append(_rate_point(calibration))
-    points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
+    points.extend(("note", caveat.text) for caveat in warnings if caveat.code == COMPARED)
     # Caveats rated "good" are left out: a green tick before a text that asks for care would be a
     # contradiction.
     weighing = [caveat for caveat in warnings if caveat.standing != "good"]
     points.extend((caveat.standing, caveat.sentence) for caveat in weighing)
-    return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))
+    standing = worst_of(points, None if calibration is None else calibration.check())
+    return RunVerdict(standing, "; ".join(text for _, text in points[:3]), tuple(points))
 
 
 def _rate_point(control: RateControl) -> Point:
@@ -383,12 +384,11 @@ def _rate_point(control: RateControl) -> Point:
     if check is None:
         share = control.escalated / control.decisions
         return (
-            "good",
+            "note",
             f"{control.escalated:,} of {counted(control.decisions, 'chunk')} escalated "
             f"({percent(share)}); the gate has no nominal rate",
         )
-    standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
-    return standings[check.standing], str(check)
+    return rate_standing(check), str(check)
 
 
 def _rows(problems: Sequence[ProblemFacts], pages: Pages) -> tuple[ProblemRow, ...]:

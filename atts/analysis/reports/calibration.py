@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from atts.analysis.reports import tables
 from atts.analysis.reports.charts import Chart, calibration_charts, labelled_chart, over_time_chart
-from atts.analysis.reports.headline import percent
+from atts.analysis.reports.headline import TOO_FEW, percent
 from atts.analysis.reports.numbers import (
     DriftAlarm,
     DriftTest,
@@ -23,6 +23,7 @@ from atts.analysis.reports.numbers import (
     ShownNumber,
     Standing,
     StatedGuarantee,
+    rate_standing,
     worst_of,
 )
 from atts.analysis.reports.rate_control import (
@@ -64,7 +65,7 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     points = list[Point]()
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
-        points.append(("bad" if check.standing == "left" else "care", str(check)))
+        points.append((rate_standing(check), str(check)))
     elif check is not None and check.standing == "left":
         points.append(
             (
@@ -92,7 +93,8 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
         points.extend(
             ("bad" if warning == worst else "care", warning) for warning in health.warnings
         )
-    return tuple(sorted(points, key=lambda point: point[0] != "bad"))
+    order = ("bad", "care", "note", "good")
+    return tuple(sorted(points, key=lambda point: order.index(point[0])))
 
 
 def _sentence(kind: str, health: Health, control: RateControl) -> str:
@@ -104,6 +106,8 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
         if check is None:
             return f"{counts}; the gate has no nominal rate"
         asked = percent(check.nominal)
+        if check.has_few_decisions:
+            return f"{counts} at a nominal rate of {asked}: {TOO_FEW}"
         ends = {
             "held": "on target",
             "unclear": "too few questions to tell whether chance explains the difference",
@@ -334,8 +338,9 @@ def _made(
     (rate, mode) = asked
     points = calibration_points(kind, health, control)
     sentence = calibration_headline(kind, health, control, labelled)
+    standing = worst_of(points, control.check() if kind == "run" else None)
     return CalibrationReport(
-        source, kind, rate, mode, sentence, worst_of(points), points=points, health=health, control=control,
+        source, kind, rate, mode, sentence, standing, points=points, health=health, control=control,
         labelled=labelled, conditions=scores.fingerprint,
     )  # fmt: skip
 

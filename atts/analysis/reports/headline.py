@@ -465,6 +465,7 @@ def run_caveats(data: RunData) -> Iterator[Caveat]:
         yield Caveat(code, "good" if is_normal else "care", count, text, places[:_SHOWN])
 
 
+TOO_FEW = "too few decisions to tell whether the rate is on target"
 _STANDINGS = {
     "held": "on target",
     "unclear": "too few questions to tell whether the rate is on target",
@@ -595,6 +596,7 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
     check = calibration.check()
     asked = "the gate has no nominal rate"
     if check is not None:
-        asked = f"nominal rate {percent(check.nominal)}: {_STANDINGS[check.standing]}"
+        verdict = TOO_FEW if check.has_few_decisions else _STANDINGS[check.standing]
+        asked = f"nominal rate {percent(check.nominal)}: {verdict}"
     note = f"{calibration.escalated:,} of {counted(calibration.decisions, 'chunk')}; {asked}"
     return ShownNumber(percent(share), "of the chunks were escalated", note)

@@ -17,9 +17,10 @@ from atts.errors import counted
 from atts.evaluators import Estimate
 from atts.pipelines import CombineSummary
 
-Standing = Literal["good", "care", "bad"]
-"""The rating of an observation. good: nothing speaks against the numbers. care: read the numbers
-with care. bad: do not rely on the numbers.
+Standing = Literal["good", "note", "care", "bad"]
+"""The rating of an observation. good: nothing speaks against the numbers. note: the observation
+speaks neither for nor against the numbers. care: read the numbers with care. bad: do not rely on
+the numbers.
 """
 
 
@@ -27,10 +28,26 @@ Point = tuple[Standing, str]
 """An observation that supports or weakens the results in a report: its rating and its text."""
 
 
-def worst_of(points: Iterable[Point]) -> Standing:
-    """Return the worst rating among these observations; "good" if there are none."""
+def worst_of(points: Iterable[Point], check: RateCheck | None) -> Standing:
+    """Return the worst rating among these observations.
+
+    If none of them is rated "bad" or "care", return "good", or "note" if there are too few
+    decisions to check the rate.
+    """
     standings = {standing for standing, _ in points}
-    return "bad" if "bad" in standings else "care" if "care" in standings else "good"
+    if "bad" in standings:
+        return "bad"
+    if "care" in standings:
+        return "care"
+    return "note" if check is not None and check.has_few_decisions else "good"
+
+
+def rate_standing(check: RateCheck) -> Standing:
+    """Return the rating of a realised rate."""
+    if check.has_few_decisions:
+        return "note"
+    ratings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
+    return ratings[check.standing]
 
 
 @dataclass(frozen=True, slots=True)

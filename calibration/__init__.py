@@ -54,6 +54,7 @@ from atts.calibration.online import (
     pooled_auroc,
     rate_metrics,
     replay_scores,
+    short_replay_note,
 )
 from atts.calibration.scores import (
     LOG_PROB,
@@ -78,5 +79,6 @@ __all__ = [
     "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "cross_validated",
     "Examples", "examine",
     "first_alarm", "fit_judge", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
-    "rate_metrics", "read_scores", "read_state", "replay_scores", "scale_named", "state_text", "summarise", "write_state",
+    "rate_metrics", "read_scores", "read_state", "replay_scores", "scale_named", "short_replay_note",
+    "state_text", "summarise", "write_state",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from atts.calibration.scores import (
 )
 from atts.calibration.state import Persisted, read_state, same, strict, write_state
 from atts.core import Action, Decision, Origin
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import CalibrationInputError, OptionError, counted
 
 Group = int | tuple[str, int] | None
 """The group of stored scores with which a score is compared: a turn, a (question, turn), or None
@@ -715,6 +715,31 @@ METRICS = (
 TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 
 
+# A replay with fewer scores than this number may miss its nominal rate by several percentage
+# points.
+_SHORT_REPLAY = 100
+
+
+def short_replay_note(realised: float, nominal: float, decisions: int, scores: int) -> str:
+    """Return a note if a replay misses its nominal rate by at least one decision and has few
+    scores, otherwise "".
+
+    `scores` is the number of scores that the replay ranked, including stored scores.
+
+    >>> short_replay_note(0.4, 0.4, decisions=16, scores=16)
+    ''
+    """
+    if scores >= _SHORT_REPLAY or not abs(realised - nominal) * decisions >= 1:
+        return ""
+    note = (
+        f"the replay has only {counted(scores, 'score')}; with fewer than {_SHORT_REPLAY} scores, "
+        "the realised rate may be far from the nominal rate"
+    )
+    if realised < nominal:
+        note += f", and rate scope aci escalates below the nominal rate until it has {_FEW} scores"
+    return note
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """Every decision of a replay in arrival order, with metrics of its rate control."""
@@ -726,6 +751,14 @@ class ReplayResult:
     guarantee: str = ""
     voided_by: str = ""
     events: tuple[DriftEvent, ...] = ()
+    stored: int = 0  # number of stored scores at the start
+
+    @property
+    def note(self) -> str:
+        """Return a note if the realised rate is off and the replay has few scores, otherwise ""."""
+        decisions = len(self.decisions)
+        scores = self.stored + decisions
+        return short_replay_note(self.escalated, self.rate, decisions, scores)
 
     @property
     def escalated(self) -> float:
@@ -797,6 +830,7 @@ def replay_scores(
         guarantee=calibrator.guarantee,
         voided_by=calibrator.voided_by,
         events=calibrator.events,
+        stored=len(stored),
     )
 
 

@@ -12,7 +12,15 @@ from types import MappingProxyType
 from typing import Literal, overload
 
 from atts.analysis.steps import GateStep, StepLog, Steps
-from atts.calibration import DEFAULTS, HOLD, Calibrator, Mode, StoredScores, Tuning
+from atts.calibration import (
+    DEFAULTS,
+    HOLD,
+    Calibrator,
+    Mode,
+    StoredScores,
+    Tuning,
+    short_replay_note,
+)
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError, JournalError, OptionError, counted
 from atts.evaluators import (
@@ -585,6 +593,16 @@ class Replay:
     decisions: Sequence[ReplayedDecision]
     # keyed by problem: the recorded answer, and the answer under the other policy
     answers: Mapping[str, tuple[str | None, str | None]]
+    stored: int = 0  # number of stored scores of the run
+
+    @property
+    def note(self) -> str:
+        """Return a note if the realised rate is off and the replay has few scores, otherwise ""."""
+        if self.nominal is None:
+            return ""
+        side = self.replayed
+        scores = self.stored + side.decisions
+        return short_replay_note(side.rate.value, self.nominal, side.decisions, scores)
 
     def __str__(self) -> str:
         """Return one line without the decisions: rates and accuracies of both sides."""
@@ -633,7 +651,8 @@ def replay_run(
     classes = partial(group, kind=problems[0].problem.kind)
     again = _replay(recorded.record, chosen, classes)
     is_same_vote = change.samples is None and change.turns is None and change.vote is None
-    return _compare(recorded, again, is_same_vote=is_same_vote)
+    found = _compare(recorded, again, is_same_vote=is_same_vote)
+    return replace(found, stored=len(run.setting("stored") or ()))
 
 
 def _check_scored(record: _Record) -> None:

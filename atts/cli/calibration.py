@@ -504,7 +504,7 @@ def _print_decisions(done: ReplayResult) -> None:
         "decisions": len(done.decisions),
         "escalated": done.escalated,
     }
-    words = {"guarantee": done.guarantee, "voided_by": done.voided_by}
+    words = {"note": done.note, "guarantee": done.guarantee, "voided_by": done.voided_by}
     print_json({"type": "summary", **summary, **done.metrics, **words})
 
 
@@ -514,6 +514,8 @@ def _print_replay(done: ReplayResult) -> None:
         f"{count} of {counted(len(done.decisions), 'chunk')} escalated: realised rate "
         f"{done.escalated:.4f} (nominal rate {done.rate:g}, rate scope {done.mode})"
     )
+    if done.note:
+        say(f"note       {done.note}")
     for name, value in done.metrics.items():
         say(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
     for event in done.events:

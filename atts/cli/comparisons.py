@@ -562,7 +562,7 @@ def _replay_objects(replayed: Replay) -> Iterator[str]:
         {"type": "problem", "problem": name, "answer": new, "recorded": old}
         for name, (old, new) in replayed.answers.items()
     )
-    names = ("nominal", "changed", "off_policy", "undecided", "censored")
+    names = ("nominal", "changed", "off_policy", "undecided", "censored", "note")
     rest = {name: getattr(replayed, name) for name in names}
     sides = {name: asdict(getattr(replayed, name)) for name in ("recorded", "replayed")}
     summary = {"type": "summary", **rest, **sides}
@@ -596,6 +596,8 @@ def _replay_lines(replayed: Replay) -> list[str]:
             "Column recorded: decisions of the replayed rollouts; accuracy and tokens of the "
             "whole run."
         )
+    if replayed.note:
+        notes.append(f"Note: {replayed.note}.")
     return [*_off_policy_lines(replayed), *table, "", *notes]
 
 

@@ -214,6 +214,23 @@ def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> No
     assert (alone.code, "no rate to check" in alone.err) == (5, True)
 
 
+def test_a_replay_with_few_scores_that_misses_its_rate_has_a_note(
+    atts: Atts, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """Both replay commands print the number of scores if there are few and the rate is missed."""
+    words = ("--samples", "1", "--out", "runs/short")
+    assert atts("eval", "arithmetic[:2]", *scripted, *words).code == 0
+    few = r"the replay has only 1\d scores; .* scope aci escalates below .* until it has 40 scores"
+    said = atts("replay", "runs/short", "--rate", "0.6").out
+    assert re.search(f"\nNote: {few}\\.\n", said)
+    said = atts("replay", "runs/short", "--rate", "0.6", "--json").out
+    assert re.match(few, json.loads(said.splitlines()[-1])["note"])
+    said = atts("calibration", "replay", "runs/short", "--rate", "0.6").out
+    assert re.search(f"\nnote       {few}\n", said)
+    assert "note" not in atts("calibration", "replay", "runs/short", "--rate", "0.4").out
+    assert "Note" not in atts("replay", "runs/short", "--rate", "0").out
+
+
 def test_a_rate_of_very_few_decisions_gets_no_verdict(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:

@@ -23,6 +23,7 @@ from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.pools import LengthStrata
 from atts.calibration.scores import (
+    FEW_SCORES,
     PERPLEXITY,
     Scale,
     StoredScores,
@@ -46,9 +47,6 @@ HOLD = 64
 _KIND = "atts calibrator"
 _VERSION = 1
 _NORMAL = NormalDist()
-# A rank among few scores is unreliable. With fewer scores than this number, mode "aci" escalates
-# less, if the remaining share of the run is known.
-_FEW = 40
 # After a drift alarm with the action "widen", the next `_WIDENED` decisions use a rate that is
 # `_WIDER` times as high.
 _WIDENED = 500
@@ -306,7 +304,7 @@ class Calibrator(Persisted):
         if left is not None and self.mode == "aci" and rate < 1:
             # A rank among few scores is unreliable, so escalate less for now. The controller
             # escalates more later, when ranks are reliable, to reach the rate.
-            rate *= min(1.0, rank.size / _FEW)
+            rate *= min(1.0, rank.size / FEW_SCORES)
         if self._alert == "escalate":
             rate = 1.0
         elif self._alert and self._widened:
@@ -736,7 +734,10 @@ def short_replay_note(realised: float, nominal: float, decisions: int, scores: i
         "the realised rate may be far from the nominal rate"
     )
     if realised < nominal:
-        note += f", and rate scope aci escalates below the nominal rate until it has {_FEW} scores"
+        note += (
+            ", and rate scope aci escalates below the nominal rate until it has "
+            f"{FEW_SCORES} scores"
+        )
     return note
 
 

@@ -20,6 +20,13 @@ from atts.files import from_json, read_ordinary
 Worse = Literal["higher", "lower"]
 Measure = Literal["log", "linear"]
 
+FEW_SCORES = 40
+"""Ranks among fewer scores than this number are unreliable."""
+
+# Scores of one question are correlated, so the scores of fewer questions than this number say little
+# about new questions.
+_FEW_QUESTIONS = 10
+
 # Sums of float32 log-probabilities are rounded, so a score may be outside its domain by this much.
 _SLACK = 1e-6
 
@@ -254,6 +261,25 @@ class StoredScores:
         """Yield nonconformity, question, turn and length of every score."""
         lengths = self.lengths or (None,) * len(self)
         yield from zip(self.nonconformity, self.questions, self.turns, lengths, strict=True)
+
+    @property
+    def warning(self) -> str:
+        """Return a warning if these scores are too few for a precise calibrator, otherwise ""."""
+        scores = counted(len(self), "score")
+        if not self.clustered:
+            is_rough = len(self) < FEW_SCORES
+            return (
+                f"a calibrator from {scores} is rough; use at least {FEW_SCORES} scores"
+                if is_rough
+                else ""
+            )
+        questions = len(set(self.questions))
+        if len(self) >= FEW_SCORES and questions >= _FEW_QUESTIONS:
+            return ""
+        return (
+            f"a calibrator from {scores} of {counted(questions, 'question')} is rough; use at "
+            f"least {FEW_SCORES} scores of at least {_FEW_QUESTIONS} questions"
+        )
 
     @property
     def clustered(self) -> bool:

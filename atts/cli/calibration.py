@@ -278,12 +278,15 @@ def fit(
     report_written = write_scores(out, made.state())
     if as_json:
         facts = {"out": str(out), "rate": rate, "rate_scope": mode, "scores": len(scores)}
+        facts["warnings"] = [scores.warning] if scores.warning else []
         report_written(
             json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
         )
         return
     stored = counted(len(scores), "score")
     report_written(f"{out}: {stored}, rate scope {mode}, rate {rate:g}")
+    if scores.warning:
+        report_written(f"warning: {scores.warning}")
     report_written(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 

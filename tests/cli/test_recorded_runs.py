@@ -339,6 +339,22 @@ def test_scores_of_other_conditions_need_consent(
     assert "target.model" in warned["conditions"]
 
 
+def test_fit_warns_of_few_scores_and_few_questions(atts: Atts, tmp_path: Path) -> None:
+    """`fit` warns if it has fewer than 40 scores, or scores of fewer than 10 questions."""
+    rows = [{"score": 1 + n / 7, "question": n % 10, "turn": 0} for n in range(40)]
+    fit = ("calibration", "fit", "scores.jsonl", "--out", "fitted.json")
+    scores = tmp_path / "scores.jsonl"
+    for count, questions, is_rough in ((40, 10, False), (39, 10, True), (40, 9, True)):
+        few = [{**row, "question": n % questions} for n, row in enumerate(rows[:count])]
+        scores.write_text("".join(json.dumps(row) + "\n" for row in few))
+        warning = f"a calibrator from {count} scores of {questions} questions is rough; use at "
+        said = atts(*fit)
+        assert said.code == 0
+        assert (f"\nwarning: {warning}" in said.out) is is_rough
+        warnings = json.loads(atts(*fit, "--json").out)["warnings"]
+        assert [text.startswith(warning) for text in warnings] == [True] * is_rough
+
+
 def test_a_fitted_calibrator_starts_a_run(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:

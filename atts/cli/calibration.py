@@ -448,7 +448,8 @@ def check(
         noticed = f" (noticed after {after})" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
-        watched = f"; {counted(len(other), 'score')} of the run were checked for drift"
+        verb = "was" if len(other) == 1 else "were"
+        watched = f"; {counted(len(other), 'score')} of the run {verb} checked for drift"
         seen = counted(len(stored), "stored score") + ("" if live is None else watched)
         say(f"{file}: no problem found ({seen})")
 

@@ -590,7 +590,7 @@ def _replay_lines(replayed: Replay) -> list[str]:
         f"{name:<20}{one:<{width}}{other}{asked if name == 'escalated chunks' else ''}"
         for name, one, other in rows
     ]
-    notes = [f"{replayed.changed:,} of {new.decisions:,} decisions changed."]
+    notes = [f"{replayed.changed:,} of {counted(new.decisions, 'decision')} changed."]
     if old.draft_tokens != new.draft_tokens:
         notes.append(
             "Column recorded: decisions of the replayed rollouts; accuracy and tokens of the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,13 @@ from atts.analysis import Standing, build_report, render, save_report
 from atts.analysis.reports.build import timing
 from atts.analysis.reports.charts import calibration_charts
 from atts.analysis.reports.headline import calibration_caveats, run_caveats
-from atts.analysis.reports.numbers import GroupRate, StatedGuarantee
+from atts.analysis.reports.numbers import (
+    WORDS,
+    Caveat,
+    CaveatWords,
+    GroupRate,
+    StatedGuarantee,
+)
 from atts.analysis.reports.rate_control import rate_control
 from atts.analysis.reports.run_data import Pages, pack, read_run_data, shorten
 from atts.analysis.reports.tables import shown_problems
@@ -612,3 +619,13 @@ def test_few_problems_out_of_domain_are_no_reason_to_distrust_a_run(
     (caveat,) = [one for one in run_caveats(data) if one.code == "domain"]
     assert caveat.standing == standing
     assert "by chance, up to" in caveat.text
+
+
+@pytest.mark.parametrize("words", [*WORDS.flags.values(), *WORDS.problems.values()])
+def test_a_caveat_about_one_thing_is_a_correct_sentence(words: CaveatWords) -> None:
+    """The verb after the number fits one thing and several things, and no pronoun in the sentence
+    stands for several things.
+    """
+    sentence = Caveat("any", words.standing, 1, words.text).sentence
+    assert re.match(r"1 [a-z]*[^s] (ended|failed|had|could|did)\b", sentence)
+    assert not re.search(r"\b(their|they|them)\b", sentence)

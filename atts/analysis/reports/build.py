@@ -343,8 +343,8 @@ def _verdict(
     points = list[Point]()
     if calibration is not None and calibration.forced:
         words = (
-            f"{calibration.forced:,} of {calibration.decisions:,} chunks had to be decided "
-            "without a score"
+            f"{calibration.forced:,} of {counted(calibration.decisions, 'chunk')} had to be "
+            "decided without a score"
         )
         points.append(("bad", words))
     if accuracy:

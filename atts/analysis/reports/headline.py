@@ -360,8 +360,7 @@ def _session(data: RunData) -> Iterator[Caveat]:
             "killed",
             "good",
             killed,
-            "sessions did not close the journal, either because they were killed or because "
-            "they are still running",
+            "sessions did not close the journal, because of a kill or because the run continues",
         )
     for error, count in data.failed_calls.items():
         yield Caveat("failed calls", "care", count, f"engine calls failed: {error}")

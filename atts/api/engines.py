@@ -41,6 +41,8 @@ _MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
 
 INSTRUCT = Budget("instruct models", 4096, 128, ("\n\n",))
 REASONING = Budget("reasoning models", 16_000, 500)
+_UNKNOWN = "models of unknown kind, treated as reasoning models"
+UNKNOWN = replace(REASONING, models=_UNKNOWN)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
@@ -519,14 +521,14 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
 
     A model counts as a reasoning model if its chat template has reasoning markers such as "think>".
     The template is read from the model's folder, or from the folder of the tokenizer that a
-    server's address names. Without a template, a model counts as a reasoning model unless its name
-    says that it answers directly. This is the safe choice: a limit that is too low makes rollouts
-    useless, but a limit that is too high costs nothing.
+    server's address names. Without a template, the model's name decides. A model of unknown kind
+    gets the limits of reasoning models, because a limit that is too low makes rollouts useless.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)
     """
-    largest = max(map(_model_budget, engines), key=lambda budget: budget.max_tokens)
+    # REASONING and UNKNOWN have the same limits. If one model is known to reason, it sets them.
+    largest = max(map(_model_budget, engines), key=lambda one: (one.max_tokens, one == REASONING))
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
     has_base = any(_IS_BASE.search(name) for name in names)
@@ -563,6 +565,17 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
             f"{bounds.max_tokens:,} tokens; leave --turns out to allow as many turns as the "
             "tokens need"
         )
+
+
+def unknown_kind_advice(policy: Policy, budget: Budget) -> str:
+    """Return advice for models of unknown kind, or "" if the kind is known or sets no length."""
+    are_set = policy.max_tokens is not None and policy.chunking.draft_tokens is not None
+    if are_set or not budget.models.startswith(_UNKNOWN):
+        return ""
+    return (
+        "if no model reasons, add ?tokenizer=FOLDER to the servers' addresses (its chat template "
+        "then sets the lengths), or give --max-tokens N and --set chunking.draft_tokens=N"
+    )
 
 
 def score_warnings(policy: Policy) -> Iterator[str]:
@@ -646,7 +659,7 @@ def _model_budget(engine: str | Engine) -> Budget:
         return REASONING if _REASONING_TEMPLATE.search(template) else INSTRUCT
     if _ANSWERS_AT_ONCE.search(model) and not _REASONS.search(model):
         return INSTRUCT
-    return REASONING
+    return REASONING if _REASONS.search(model) else UNKNOWN
 
 
 def _engine_words(engine: str | Engine) -> str:

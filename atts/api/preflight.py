@@ -84,6 +84,7 @@ class DryRun:
     budget: Mapping[str, Setting]
     # the source of the tokens that speculative decoding proposes to the target, as a text
     proposes: str = ""
+    lengths_advice: str = ""  # advice on token limits of models of unknown kind, or ""
     # warnings about token limits that look too small, and about a kind of score that is not
     # suitable
     warnings: tuple[str, ...] = ()
@@ -153,6 +154,7 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
         roles=setup.roles,
         budget={name: configuration.settings[name] for name in LENGTHS},
         proposes=_proposer(setup),
+        lengths_advice=setup.unknown_kind_advice,
         warnings=setup.warnings,
         departures=preset(setup.method).departures,
         power=tuple(_power(configuration, setup, len(problems))),
@@ -434,7 +436,8 @@ def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
         f"{tokens:,} tokens per rollout ({origin}), chunks of {draft} (draft) and {target} "
         f"(target), {counted(turns, 'turn')}"
     )
-    yield Check("lengths", "ok", seen)
+    advice = setup.unknown_kind_advice
+    yield Check("lengths", "ok", seen, advice[:1].upper() + advice[1:])
     for warning in setup.warnings:
         seen, _, advice = warning.partition("; ")
         yield Check("lengths", "warn", seen, advice.capitalize())

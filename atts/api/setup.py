@@ -21,6 +21,7 @@ from atts.api.engines import (
     budget_warnings,
     build_engines,
     score_warnings,
+    unknown_kind_advice,
 )
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR, run_tokens
@@ -374,6 +375,11 @@ class Setup:
         unsuitable scores.
         """
         return (*budget_warnings(self._policy, self.budget), *score_warnings(self._policy))
+
+    @property
+    def unknown_kind_advice(self) -> str:
+        """Return advice on the default token limits of models of unknown kind, or ""."""
+        return unknown_kind_advice(self._policy, self.budget)
 
     @property
     def settings(self) -> dict[str, Setting]:

@@ -177,6 +177,8 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     for key, (role, words) in _BUDGET.items():
         if role is None or role in estimate.roles:
             lines.append(_budget_line(configuration, key, words))
+    if estimate.lengths_advice:
+        lines.append(f"            {estimate.lengths_advice}")
     if estimate.expected is not None:
         lines.append(f"  about     {_tokens(estimate.expected)}")
     lines.append(f"            {estimate.basis}")

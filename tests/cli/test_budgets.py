@@ -490,6 +490,31 @@ def test_the_folder_of_a_servers_tokenizer_shows_whether_its_model_reasons(
     assert Setup(draft=other, target=other).run_policy.bounds().max_tokens == 16_000
 
 
+@pytest.mark.parametrize(
+    ("target", "is_unknown"),
+    [
+        ("vllm:http://127.0.0.1:9", True),
+        ("vllm:http://127.0.0.1:9/target?context=4096", True),
+        ("vllm:http://127.0.0.1:9/Qwen/QwQ-32B", False),
+        ("vllm:http://127.0.0.1:9/Qwen/Qwen2.5-7B-Instruct", False),
+    ],
+)
+def test_the_lengths_of_models_of_unknown_kind_say_so(
+    atts: Any, target: str, is_unknown: bool
+) -> None:
+    """If atts cannot know whether a model reasons, the dry run and the doctor say so, and name the
+    settings that change the lengths.
+    """
+    words = ("--draft", "vllm:http://127.0.0.1:9/Qwen/Qwen2.5-1.5B-Instruct", "--target", target)
+    dry = ("eval", "arithmetic[:1]", *words, "--dry-run")
+    outputs = [atts(*dry).out, atts("doctor", *words).out]
+    for text in outputs:
+        assert ("models of unknown kind, treated as reasoning models" in text) == is_unknown
+        assert ("?tokenizer=FOLDER to the servers" in text) == is_unknown
+    lengths = ("--max-tokens", "4096", "--set", "chunking.draft_tokens=128")
+    assert "?tokenizer=FOLDER" not in atts(*dry, *lengths).out
+
+
 def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str, ...]) -> None:
     """If each chunk is a whole rollout, a warning names the setting to change; a run with several
     chunks per rollout has no warning.

@@ -436,11 +436,15 @@ def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
         f"{tokens:,} tokens per rollout ({origin}), chunks of {draft} (draft) and {target} "
         f"(target), {counted(turns, 'turn')}"
     )
-    advice = setup.unknown_kind_advice
-    yield Check("lengths", "ok", seen, advice[:1].upper() + advice[1:])
+    yield Check("lengths", "ok", seen, _sentence(setup.unknown_kind_advice))
     for warning in setup.warnings:
         seen, _, advice = warning.partition("; ")
-        yield Check("lengths", "warn", seen, advice.capitalize())
+        yield Check("lengths", "warn", seen, _sentence(advice))
+
+
+def _sentence(text: str) -> str:
+    """Return the text with a capital first letter. `str.capitalize` would also change the rest."""
+    return text[:1].upper() + text[1:]
 
 
 def _disk(directory: Path) -> Iterator[Check]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module
@@ -54,7 +54,16 @@ from atts.pipelines import (
     RoundGate,
     let_go,
 )
-from atts.run import Abstain, Conditions, Grade, OnUnscored, RunSpec, conditions_of
+from atts.run import (
+    COARSE_CHUNKS,
+    SHORTER_CHUNKS,
+    Abstain,
+    Conditions,
+    Grade,
+    OnUnscored,
+    RunSpec,
+    conditions_of,
+)
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
@@ -374,7 +383,27 @@ class Setup:
         """Return the warnings that are printed before a run, about small token limits and
         unsuitable scores.
         """
-        return (*budget_warnings(self._policy, self.budget), *score_warnings(self._policy))
+        return (
+            *budget_warnings(self._policy, self.budget),
+            *self._coarse_chunks(),
+            *score_warnings(self._policy),
+        )
+
+    def _coarse_chunks(self) -> Iterator[str]:
+        """Yield a warning if the token limit allows so few judged chunks per rollout that an
+        escalation rewrites most of a solution.
+        """
+        policy = self.run_policy
+        tokens, _, chunk, _, stop = policy.bounds()
+        is_judged = self._is_judged and not policy.exact
+        if not is_judged or not reads_chunks(policy, is_judged=True) or stop:
+            return
+        if tokens <= COARSE_CHUNKS * chunk:
+            chunks = counted(math.ceil(tokens / chunk), "chunk")
+            yield (
+                f"--max-tokens {tokens:,} allows at most {chunks} of {chunk:,} tokens per rollout, "
+                f"so an escalation rewrites most of a solution; {SHORTER_CHUNKS}"
+            )
 
     @property
     def unknown_kind_advice(self) -> str:

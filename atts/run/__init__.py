@@ -37,7 +37,9 @@ from atts.run.evaluation import Grade, Judgement, Keep, Pipeline, RunOptions, Ru
 from atts.run.merging import Merged, Shard, merge
 from atts.run.progress import Progress, ProgressSnapshot
 from atts.run.result import (
+    COARSE_CHUNKS,
     INTERRUPTED,
+    SHORTER_CHUNKS,
     Abstain,
     Answered,
     Conditions,
@@ -56,6 +58,7 @@ __all__ = [
     "Answered",
     "Background",
     "CLOSING_SECONDS",
+    "COARSE_CHUNKS",
     "CallBegun",
     "CallKind",
     "ChunkWritten",
@@ -84,6 +87,7 @@ __all__ = [
     "RunResult",
     "RunSpec",
     "RunStatus",
+    "SHORTER_CHUNKS",
     "Shard",
     "SharingEngine",
     "Signals",

@@ -261,7 +261,12 @@ def _brief(value: Json) -> Json:
 
 # If a rollout has, on average, at most this many judged chunks, a warning says that the chunks are
 # too long.
-_COARSE = 2.0
+COARSE_CHUNKS = 2.0
+# The advice of this warning. A similar warning before the run ends with it too.
+SHORTER_CHUNKS = (
+    "for shorter chunks use --set chunking.draft_tokens=N, or a string that ends a chunk: "
+    "--set 'chunking.stop=[\"\\n\\n\"]'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,12 +425,11 @@ class RunResult:
         """
         rollouts = sum(len(problem.complete_samples) for problem in self.problems)
         judged = sum(problem.judged for problem in self.problems)
-        if self.manifest.judged_unit != "chunks" or not 0 < judged <= _COARSE * rollouts:
+        if self.manifest.judged_unit != "chunks" or not 0 < judged <= COARSE_CHUNKS * rollouts:
             return ""
         return (
             f"{judged / rollouts:.1f} chunks per rollout were judged, so an escalation rewrites "
-            "most of a solution. For shorter chunks use --set chunking.draft_tokens=N, or a "
-            "string that ends a chunk: --set 'chunking.stop=[\"\\n\\n\"]'"
+            f"most of a solution; {SHORTER_CHUNKS}"
         )
 
     @property

@@ -140,7 +140,11 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     assert "--turns 4 ends a rollout after at most 256 of its 512 tokens" in small.out
     found = json.loads(atts(*words, "--max-tokens", "512", "--json").out)
     assert found["budget"]["max_tokens"] == {"value": 512, "origin": "--max-tokens"}
-    assert len(found["warnings"]) == 1
+    assert [text.partition(" tokens")[0] for text in found["warnings"]] == [
+        "--max-tokens 512 looks too small for reasoning models, whose default is 16,000: many "
+        "rollouts would be cut before they answer; leave --max-tokens out, or raise it",
+        "--max-tokens 512 allows at most 2 chunks of 500",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -528,6 +532,32 @@ def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str
     assert "an escalation rewrites most of a solution" in Path("coarse/report.md").read_text()
     fine = atts(*run, "--report", "none", "--out", "fine")
     assert "an escalation rewrites" not in fine.out
+
+
+@pytest.mark.parametrize(
+    ("options", "is_coarse"),
+    [
+        (("--max-tokens", "160"), True),
+        (("--max-tokens", "1000"), True),
+        (("--max-tokens", "1001"), False),
+        (("--max-tokens", "160", "--set", "chunking.draft_tokens=40"), False),
+        (("--max-tokens", "160", "--set", r'chunking.stop=["\n\n"]'), False),
+        (("--max-tokens", "160", "--method", "target-only"), False),
+        (("--max-tokens", "160", "--method", "exact"), False),
+    ],
+)
+def test_a_limit_of_two_chunks_is_reported_before_a_run(
+    atts: Any, options: tuple[str, ...], is_coarse: bool
+) -> None:
+    """If the token limit allows at most two judged chunks, the dry run and the doctor warn with the
+    same advice as the finished run.
+    """
+    dead = "vllm:http://127.0.0.1:9/Qwen/QwQ-32B"
+    words = ("--draft", dead, "--target", dead, *options)
+    outputs = [atts("eval", "arithmetic[:1]", *words, "--dry-run").out, atts("doctor", *words).out]
+    for text in outputs:
+        assert ("an escalation rewrites most of a solution" in text) == is_coarse
+        assert ("or shorter chunks use --set chunking.draft_tokens=N" in text) == is_coarse
 
 
 @pytest.mark.anyio

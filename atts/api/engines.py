@@ -549,7 +549,7 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
         yield (
             f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, whose "
             f"default is {budget.max_tokens:,}: many rollouts would be cut before they answer; "
-            "leave --max-tokens out, or raise it"
+            "leave --max-tokens out (atts reduces the default to the models' contexts), or raise it"
         )
     per_turn = bounds.draft_tokens
     if policy.drafter == "target":

@@ -668,14 +668,24 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
     yield from _templates(setup, engines)
     shortest = min(draft.spec.context_length, target.spec.context_length)
     most = policy.bounds().max_tokens
-    if shortest <= most:
-        advice = f"Serve with a longer context (--max-model-len), or give --max-tokens {max(1, shortest - 512)}"
+    # A run reduces a default limit to the context, but not a limit that the user set.
+    used = setup.policy_within(shortest).bounds().max_tokens
+    if shortest <= used:
         yield Check(
             "context",
             "warn",
             f"the context has only {shortest:,} tokens, but a rollout may have {most:,}, not "
             "counting its prompt",
-            advice,
+            "Serve with a longer context (--max-model-len), or leave --max-tokens out: atts then "
+            "reduces the default to the context",
+        )
+    elif used < most:
+        yield Check(
+            "context",
+            "warn",
+            f"the context has only {shortest:,} tokens, so rollouts get at most {used:,} tokens "
+            f"instead of {most:,}",
+            "For longer rollouts, serve with a longer context (--max-model-len)",
         )
     else:
         yield Check(

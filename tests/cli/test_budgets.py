@@ -142,7 +142,8 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     assert found["budget"]["max_tokens"] == {"value": 512, "origin": "--max-tokens"}
     assert [text.partition(" tokens")[0] for text in found["warnings"]] == [
         "--max-tokens 512 looks too small for reasoning models, whose default is 16,000: many "
-        "rollouts would be cut before they answer; leave --max-tokens out, or raise it",
+        "rollouts would be cut before they answer; leave --max-tokens out (atts reduces the "
+        "default to the models' contexts), or raise it",
         "--max-tokens 512 allows at most 2 chunks of 500",
     ]
 

@@ -407,7 +407,8 @@ def thinking(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("case", "code", "name", "status", "told"),
     [
-        ("context", 0, "context", "warn", "give --max-tokens"),
+        ("context", 0, "context", "warn", "so rollouts get at most 1,536 tokens instead of 4,096"),
+        ("long", 0, "context", "warn", "or leave --max-tokens out: atts then reduces the default"),
         ("model", 0, "draft", "warn", "the pair names deepseek-ai"),
         ("processed", 0, "draft", "warn", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
         ("scores", 5, "abilities", "fail", "cannot score"),
@@ -429,6 +430,8 @@ def test_each_problem_of_a_server_is_one_line_with_advice(
         words["--set"] = "score.kind=speculative"
     elif case == "context":
         del words["--max-tokens"]
+    elif case == "long":
+        words["--max-tokens"] = "4096"
     elif case == "model":
         words["--pair"] = "r1-1.5b/r1-7b"
     elif case == "small":

@@ -321,6 +321,13 @@ def check_engine_words(name: str) -> tuple[str, str]:
         from atts.servers import SCHEMES
 
         if scheme not in SCHEMES:
+            if url := _url_without_scheme(name):
+                raise OptionError(
+                    "engine",
+                    f"{url} does not say which kind of server it is; did you mean vllm:{url}? For "
+                    "other kinds, write sglang:URL, llamacpp:URL, ollama:URL, openai:URL, or "
+                    "server:URL to detect the kind",
+                )
             known = (*_LOCAL, "scripted", *SCHEMES, "ray")
             is_model = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
             advice = f"; for a folder or a model of the hub, hf:{name}" if is_model else ""
@@ -347,6 +354,21 @@ def check_engine_words(name: str) -> tuple[str, str]:
         what = _MODELS.get(scheme) or _WRITTEN.format(scheme)
         raise OptionError("engine", f"{name!r} does not name a model; write {what}")
     return scheme, rest
+
+
+def _url_without_scheme(name: str) -> str:
+    """Return the server's URL if an address is only a URL or only HOST:PORT, or else "".
+
+    The user, the password and the query are left out, because they may contain secrets. The path
+    /v1 is left out too, because only chat APIs need it.
+    """
+    if not re.match(r"https?://|[\w.-]+:\d+(/|\?|$)", name):
+        return ""
+    scheme, mark, rest = name.partition("://")
+    if not mark:
+        scheme, rest = "http", name
+    host = rest.partition("?")[0].rpartition("@")[2].rstrip("/")
+    return f"{scheme}://{host.removesuffix('/v1')}"
 
 
 def _on_ray(words: str, role: Role, chat: bool) -> Engine:

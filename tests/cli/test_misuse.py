@@ -207,6 +207,18 @@ CASES = [
         ("not a URL", "vllm:http://HOST:PORT/MODEL"),
     ),
     Case(
+        "URL without the kind of server",
+        f"eval {RUN} --dry-run --draft http://user:secret@127.0.0.1:8001/v1",
+        USAGE,
+        ("did you mean vllm:http://127.0.0.1:8001?", "server:URL"),
+    ),
+    Case(
+        "host and port without the kind of server",
+        f"eval {RUN} --dry-run --target localhost:8000/Qwen/Qwen3-8B",
+        USAGE,
+        ("did you mean vllm:http://localhost:8000/Qwen/Qwen3-8B?",),
+    ),
+    Case(
         "misspelt pair",
         "eval --pair r1-1.5b/r1-70",
         USAGE,

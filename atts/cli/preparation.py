@@ -360,7 +360,9 @@ def probe(
     ] = None,
     wait: Annotated[
         float,
-        typer.Option(help="Seconds to wait for a server that is still loading its model.", min=0.0),
+        typer.Option(
+            help="Seconds to wait while the server reports that it is loading its model.", min=0.0
+        ),
     ] = 60.0,
     proxy: Annotated[
         Literal["never", "environment"] | None,

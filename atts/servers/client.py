@@ -891,10 +891,18 @@ class Client:
     def _unreachable(self, lost: ConnectionLost) -> EngineError:
         if isinstance(lost, ReplyRejected):
             return BadReply(self.name, str(lost))
-        what = "lost the connection to" if lost.sent else "cannot reach"
-        return EngineUnavailable(
-            self.name, f"{what} {self.url} ({lost})", proxy_hint(self.url, self.options)
-        )
+        advice = proxy_hint(self.url, self.options)
+        if lost.sent:
+            return EngineUnavailable(
+                self.name, f"lost the connection to {self.url} ({lost})", advice
+            )
+        # vLLM refuses connections while it loads, as a wrong address does. So atts does not wait.
+        if not advice:
+            advice = (
+                "Check the address, and that the server is running; vLLM opens its port only "
+                "when its model is loaded"
+            )
+        return EngineUnavailable(self.name, f"cannot reach {self.url} ({lost})", advice)
 
 
 def _seconds(words: str) -> float:

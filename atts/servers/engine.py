@@ -391,7 +391,8 @@ class RemoteEngine(BaseEngine):
 
 
 async def wait_ready(client: Client) -> None:
-    """Wait as long as the server reports that it is loading its model.
+    """Wait as long as the server reports that it is loading its model. A server that refuses
+    connections is not waited for.
 
     :raises EngineUnavailable: the server cannot be reached, or is still loading after
         `wait_seconds`.

@@ -107,7 +107,8 @@ class RemoteOptions:
     - `attempts`: largest number of attempts per call, including the first one.
     - `in_flight`: largest number of concurrent requests. atts sends fewer after the server refuses
       some.
-    - `wait_seconds`: how many seconds to wait for a server that is still loading its model.
+    - `wait_seconds`: how many seconds to wait while the server reports that it is loading its
+      model.
     - `give_up_after`: how many seconds to wait for a server that is lost during a run. After that,
       calls fail, and the run can be resumed later.
     - `recheck_seconds`, `idle_seconds`: atts identifies the server again `recheck_seconds` after

@@ -557,6 +557,10 @@ async def test_wrong_settings_of_a_server_are_named(serve: Serve, client: Connec
     system = r"Connection refused|ConnectError: all attempts"  # trio words this error differently
     with pytest.raises(EngineUnavailable, match=rf"reach http://127.0.0.1:9 \((?:{system})"):
         await client("http://127.0.0.1:9").__aenter__()
+    with pytest.raises(
+        EngineUnavailable, match="vLLM opens its port only when its model is loaded"
+    ):
+        await client("http://127.0.0.1:9").__aenter__()
     with pytest.raises(UnsupportedByEngine, match="has no model 'other'.*toy"):
         await client(server.url, model="other").__aenter__()
     with pytest.raises(FingerprintError, match="tokenizer"):

@@ -222,6 +222,23 @@ class _Durations:
         return lengths
 
 
+def _opening(addresses: Sequence[str]) -> str:
+    """Describe the opening of engines: models are loaded, but servers are only checked.
+
+    >>> _opening(["hf:Qwen/Qwen3-1.7B", "vllm:http://a:8000"])
+    'loading hf:Qwen/Qwen3-1.7B and checking vllm:http://a:8000'
+    """
+    parts = list[str]()
+    last = ""
+    for address in dict.fromkeys(addresses):
+        # In the address of an engine in Ray actors, the actors load the model.
+        is_server = "://" in address and not address.startswith("ray:")
+        verb = "checking" if is_server else "loading"
+        parts.append(address if verb == last else f"{verb} {address}")
+        last = verb
+    return " and ".join(parts)
+
+
 class Progress:
     """A listener (`atts.run.Listener`) that tracks the progress of a run; `snapshot` may be called
     at any time.
@@ -242,7 +259,7 @@ class Progress:
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
-        self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
+        self._note = _opening(loading)
         # for each problem with an outcome: the number of its rollouts
         self._over: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}  # usage of finished problems, keyed by problem

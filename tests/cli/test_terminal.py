@@ -336,6 +336,18 @@ def test_progress_names_models_while_they_load() -> None:
     assert Progress(clock, loading=("embedded", "embedded")).snapshot().note == "loading embedded"
 
 
+def test_progress_says_that_servers_are_checked_not_loaded() -> None:
+    """A server has loaded its model already, so the progress says that atts checks the server."""
+    notes = {
+        ("vllm:http://a:1", "vllm:http://a:1"): "checking vllm:http://a:1",
+        ("vllm:http://a:1", "vllm:http://b:1"): "checking vllm:http://a:1 and vllm:http://b:1",
+        ("embedded", "chat:https://a/v1/m"): "loading embedded and checking chat:https://a/v1/m",
+        ("ray:vllm:http://a:1",): "loading ray:vllm:http://a:1",
+    }
+    for addresses, note in notes.items():
+        assert Progress(loading=addresses).snapshot().note == note
+
+
 def test_the_summary_counts_finished_of_all_problems(atts: Any, runs: Path) -> None:
     """After Ctrl-C the summary says "2 of 3 problems", and after the end "3 problems"."""
     manifest = open_run(runs / "atts").manifest

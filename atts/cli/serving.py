@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
 
@@ -283,14 +285,15 @@ def view(
 
     The page shows calls in flight, the leading rollout's text, budgets, the realised rate, the load
     of the engines, and alarms. A server already has such a page, so the command only prints the
-    page's address.
+    page's address. With --json, it prints the page's data once.
 
     Example: atts view runs/first
 
     Example: atts view http://127.0.0.1:8321
     """
     if "://" in source:
-        say(_page_of(source))
+        page = _page_of(source)
+        say(_status_of(page) if as_json else page)
         return
     from atts.serving import RunStatus, view_server
 
@@ -338,3 +341,25 @@ def _page_of(address: str) -> str:
     if problem:
         raise UsageError(f"{page}: {problem}")
     return page
+
+
+def _status_of(page: str) -> str:
+    """Return the data of a server's live page, as one line of JSON.
+
+    :raises UsageError: the server refuses the key, or does not answer with JSON.
+    """
+    request = Request(page.removesuffix("view") + "status")
+    key = os.environ.get(KEY_VARIABLE)
+    if key:
+        # A redirect may lead to another host, which must not get the key.
+        request.add_unredirected_header("Authorization", f"Bearer {key}")
+    try:
+        with build_opener(ProxyHandler({})).open(request, timeout=_PAGE_SECONDS) as answer:
+            return json_line(json.load(answer))
+    except HTTPError as error:
+        problem = f"status {error.code}"
+        if error.code in (401, 403):
+            problem = f"the server needs an API key; set {KEY_VARIABLE} to a valid key"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise UsageError(f"{request.full_url}: {problem}")

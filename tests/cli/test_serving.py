@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,36 @@ def test_view_json_prints_the_status_of_the_page(
     status = json.loads(atts("view", "run", "--json").out)
     assert status["counts"]["finished"] == 2
     assert status["kind"] == "run"
+
+
+class LockedPage(BaseHTTPRequestHandler):
+    """A server whose page is open, but whose status needs the key "good"."""
+
+    def do_GET(self) -> None:
+        """Answer a request for the page or for its status."""
+        is_page = self.path == "/atts/view"
+        is_allowed = is_page or self.headers.get("Authorization") == "Bearer good"
+        self.send_response(200 if is_allowed else 401)
+        self.end_headers()
+        self.wfile.write(b"<title>atts view</title>" if is_page else b'{"kind": "server"}')
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+def test_view_json_prints_the_status_of_a_server(
+    atts: Atts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`atts view URL --json` prints the server's status once; if the server needs a key, the error
+    names the variable of the key.
+    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), LockedPage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert atts("view", url).out == f"{url}/atts/view\n"
+        refused = atts("view", url, "--json")
+        assert (refused.code, refused.out) == (2, "")
+        assert "set ATTS_SERVE_KEY" in refused.err
+        monkeypatch.setenv("ATTS_SERVE_KEY", "good")
+        assert json.loads(atts("view", url, "--json").out) == {"kind": "server"}
+        server.shutdown()

@@ -113,7 +113,7 @@ def _run(words: Sequence[str]) -> int:
         # Only typer's own exceptions have this method, which returns a message for the user.
         if not hasattr(error, "format_message"):
             raise
-        return _misunderstood(error)
+        return _misunderstood(error, words)
     return code if isinstance(code, int) else 0
 
 
@@ -126,7 +126,31 @@ def _no_number(value: str, kind: str) -> str:
     return f"{value!r} is not {wanted}{advice}"
 
 
-def _misunderstood(error: Any) -> int:
+def _set_instead(error: Any, words: Sequence[str]) -> str:
+    """Return the --set option that does what an unknown option was meant to do.
+
+    The result is "" if no configuration key has the option's name, or the command has no --set.
+    """
+    option = getattr(error, "option_name", "")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    if not option or not any("--set" in one.opts for one in getattr(command, "params", ())):
+        return ""
+    from atts.api import config_keys
+    from atts.cli.options import key_of
+
+    key = key_of(option)
+    if key not in config_keys():
+        return ""
+    value = "VALUE"
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word == option and not following.startswith("--"):
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return f"--set {key}={value}"
+
+
+def _misunderstood(error: Any, words: Sequence[str]) -> int:
     """Print the usage error on one line, and on a second line the command that prints the help.
     Return the exit code.
     """
@@ -135,6 +159,9 @@ def _misunderstood(error: Any) -> int:
     for found in getattr(error.__cause__, "errors", list[Any])()[:1]:
         if found["type"].startswith(("int", "float")):
             text = text.replace(str(error.message), _no_number(str(found["input"]), found["type"]))
+    if instead := _set_instead(error, words):
+        # The possible options that the message lists have similar names, but do something else.
+        text = f"no such option: {error.option_name}; write {instead}"
     # The message is empty if the user named no command; typer has then printed the help.
     if not text:
         return int(error.exit_code)

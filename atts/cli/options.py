@@ -246,6 +246,16 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorated
 
 
+def key_of(option: str) -> str:
+    """Return the configuration key that an option would set if a command had it.
+
+    >>> key_of("--max-tokens"), key_of("--top-p")
+    ('max_tokens', 'sampling.top_p')
+    """
+    name = option.lstrip("-").replace("-", "_")
+    return _KEYS.get(name, name)
+
+
 def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
     """Return the configuration keys and values that were set by options on the command line."""
     from atts.api import config_keys

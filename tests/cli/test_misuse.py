@@ -219,6 +219,20 @@ CASES = [
         ("did you mean vllm:http://localhost:8000/Qwen/Qwen3-8B?",),
     ),
     Case(
+        "option that is only a configuration key",
+        "serve --max-tokens 120",
+        USAGE,
+        ("no such option: --max-tokens; write --set max_tokens=120",),
+    ),
+    Case(
+        "option with a key inside a table",
+        "serve --temperature=0.6 --print-policies",
+        USAGE,
+        ("write --set sampling.temperature=0.6",),
+    ),
+    Case("option without a key", "serve --prot 80", USAGE, ("--prot", "--port")),
+    Case("key of a command without --set", "runs --samples 4", USAGE, ("option: --samples",)),
+    Case(
         "misspelt pair",
         "eval --pair r1-1.5b/r1-70",
         USAGE,

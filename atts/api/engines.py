@@ -668,6 +668,14 @@ def _context_of_folder(folder: Path) -> Iterator[int]:
         yield length
 
 
+def budget_of_folder(folder: Path) -> Budget | None:
+    """Return the budget that a folder's chat template shows, or None if it cannot be read."""
+    template = template_of(folder)
+    if template is None:
+        return None
+    return REASONING if _REASONING_TEMPLATE.search(template) else INSTRUCT
+
+
 def _model_budget(engine: str | Engine) -> Budget:
     words, _, settings = _engine_words(engine).removeprefix("ray:").partition("?")
     scheme, _, model = words.partition(":")
@@ -676,9 +684,9 @@ def _model_budget(engine: str | Engine) -> Budget:
     # Search only the model's name for "chat", not the scheme: "chat:" names a kind of server, not a
     # chat model.
     folder = _folder_of(scheme, model) or _tokenizer_folder(settings)
-    template = template_of(folder) if folder is not None else None
-    if template is not None:
-        return REASONING if _REASONING_TEMPLATE.search(template) else INSTRUCT
+    shown = budget_of_folder(folder) if folder is not None else None
+    if shown is not None:
+        return shown
     if _ANSWERS_AT_ONCE.search(model) and not _REASONS.search(model):
         return INSTRUCT
     return REASONING if _REASONS.search(model) else UNKNOWN

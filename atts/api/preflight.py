@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from atts.api.config import Configuration
-from atts.api.engines import speculation_words
+from atts.api.engines import INSTRUCT, budget_of_folder, speculation_words
 from atts.api.pairs import (
     CARDS,
     USUAL_CARDS,
@@ -666,6 +666,7 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
             )
         yield Check("tokenizers", "ok", seen)
     yield from _templates(setup, engines)
+    yield from _unknown_kinds(setup, engines)
     shortest = min(draft.spec.context_length, target.spec.context_length)
     most = policy.bounds().max_tokens
     # A run reduces a default limit to the context, but not a limit that the user set.
@@ -725,6 +726,30 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
             f"only the template of the {opens} begins the answer with <think>",
             advice,
         )
+
+
+def _unknown_kinds(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
+    """Yield a warning if models of unknown kind turn out not to reason, once their servers have
+    named their tokenizers.
+    """
+    folders = {role: getattr(engine.tokenizer, "folder", None) for role, engine in engines.items()}
+    are_instruct = all(
+        folder is not None and budget_of_folder(folder) == INSTRUCT for folder in folders.values()
+    )
+    if not setup.unknown_kind_advice or not are_instruct:
+        return
+    addresses = dict(zip(setup.roles, setup.asked, strict=True))
+    added = [
+        f"?tokenizer={folder} to the address of the {role}"
+        for role, folder in folders.items()
+        if "://" in str(addresses[role]) and "tokenizer=" not in str(addresses[role])
+    ]
+    yield Check(
+        "lengths",
+        "warn",
+        "the chat templates have no reasoning marks, but rollouts get the limits of reasoning models",
+        f"Add {' and '.join(added)}",
+    )
 
 
 def _draft_and_target(engines: Mapping[Role, Engine]) -> tuple[Engine, Engine]:

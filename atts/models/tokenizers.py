@@ -38,7 +38,7 @@ class ModelTokenizer:
         :raises ModelLoadError: the folder has no tokenizer, has a damaged one, or contains code.
         """
         self._name = name
-        self._folder = folder
+        self.folder = folder
         refuse_gguf(folder, name)
         refuse_code(folder, name)
         refuse_ids(folder, name)
@@ -110,7 +110,7 @@ class ModelTokenizer:
             # A template is a program, so rendering it may raise any error or need too much memory.
             problem = f"the chat template rejects these messages ({error})"
             raise UnsupportedByEngine(
-                self._name, problem, f"The template is in {self._folder}"
+                self._name, problem, f"The template is in {self.folder}"
             ) from error
 
 

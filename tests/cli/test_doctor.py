@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
@@ -461,6 +462,26 @@ def test_each_problem_of_a_server_is_one_line_with_advice(
     assert [check for check in found if check["name"] == name and check["status"] == status
             and told in check["seen"] + check["advice"]], found  # fmt: skip
     assert {"lengths", "disk", "draft", "target"} <= {check["name"] for check in found}
+
+
+def test_the_doctor_names_the_tokenizers_that_show_the_kind_of_model(
+    atts: Any, serve: Serve
+) -> None:
+    """If a server names a tokenizer whose template shows that the model does not reason, the doctor
+    prints the setting that gives the lengths of instruct models. Then the warning is gone.
+    """
+    roles: tuple[Role, ...] = ("draft", "target")
+    served = {role: serve(role, model=str(path(role))) for role in roles}
+    bare = {role: re.sub(r"(//[^/]+).*", r"\1", words) for role, words in served.items()}
+    mark = "the chat templates have no reasoning marks"
+    said = atts("doctor", "--draft", bare["draft"], "--target", bare["target"]).out
+    (line,) = [line for line in said.splitlines() if mark in line]
+    for role in bare:
+        assert f"?tokenizer={path(role)} to the address of the {role}" in line
+    words = {role: f"{address}?tokenizer={path(role)}" for role, address in bare.items()}
+    known = atts("doctor", "--draft", words["draft"], "--target", words["target"]).out
+    assert mark not in known
+    assert "(instruct models)" in known
 
 
 def test_a_start_command_is_suggested_only_if_no_server_answers(

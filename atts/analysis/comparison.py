@@ -318,6 +318,8 @@ class CostRatio:
     ratio: float
     low: float
     high: float
+    # number of problems that are left out, because their cost is unknown in at least one run
+    unknown: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,11 +467,19 @@ def _changed_settings(
 
 
 def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> CostRatio | None:
-    if any(name not in costs for costs in (*ours, *theirs)):
+    """Compare one cost of two runs; return None if the cost is not known.
+
+    Tokens and dollars must be known for every problem. Seconds are unknown for single problems of a
+    run that was killed and resumed, so these problems are left out.
+    """
+    known = [
+        (a[name], b[name]) for a, b in zip(ours, theirs, strict=True) if name in a and name in b
+    ]
+    unknown = len(ours) - len(known)
+    if not known or (unknown and name != "seconds"):
         return None
-    first, second = (
-        np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs)
-    )
+    first, second = np.array(known, dtype=np.float64).T
     before = float(first.mean())
     after = float(second.mean())
-    return CostRatio(name, before, after, cost_ratio(after, before), *ratio_interval(first, second))
+    ends = ratio_interval(first, second)
+    return CostRatio(name, before, after, cost_ratio(after, before), *ends, unknown)

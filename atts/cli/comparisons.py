@@ -145,6 +145,11 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         name = "seconds" if cost.name == "seconds" else cost.name.replace("_", " ")
         form = ",.6f" if cost.name == "dollars" else ",.1f"
         lines.append(f"{name:<16}{cost.first:>12{form}}{cost.second:>12{form}}   {ratio}")
+        if cost.unknown:
+            lines.append(
+                f"{'':16}without {counted(cost.unknown, 'problem')} whose seconds are unknown, for "
+                "example because a session was killed"
+            )
     if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
             "Problems run in parallel, so the seconds of all problems add up to more than the "

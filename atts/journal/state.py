@@ -146,7 +146,8 @@ class FinishedProblem:
     doubt: str = ""
     # how the target chose or wrote the answer after the vote; None if the vote alone decided
     combination: Combination | None = None
-    # seconds from the start to the end of the problem; None if the end is not recorded yet
+    # seconds from the start to the end of the problem in each session that worked on it, summed;
+    # None if they are unknown, because the end is not recorded or such a session was killed
     seconds: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -522,6 +523,11 @@ class RunState:
     speculated: Speculated | None = None
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
+    # seconds of all recorded sessions for each problem that is not complete; NaN if they are
+    # unknown
+    _worked: dict[str, float] = field(default_factory=dict[str, float])
+    # problems with calls in the current session, but without a recorded end in it
+    _in_progress: set[str] = field(default_factory=set[str])
 
     def apply(self, entry: Entry) -> Outcome | None:
         """Apply an entry to the state. If the entry finishes a problem, return the problem's
@@ -550,6 +556,10 @@ class RunState:
                 self.ended = None
                 for problem in self.open.values():
                     problem.forget_failures()
+                # A session that ends normally records the end of every problem. The previous one
+                # was killed, and its journal does not say how long it worked on these problems.
+                self._worked.update(dict.fromkeys(self._in_progress, math.nan))
+                self._in_progress.clear()
             case SessionClosed():
                 self.ended = event
                 self.speculated = together(self.speculated, event.speculated)
@@ -559,14 +569,13 @@ class RunState:
                 self.open.setdefault(problem.id, OpenProblem(problem))
             case CallSpan():
                 self.last_node = max(self.last_node, event.node)
+                self._in_progress.add(event.problem)
             case OutcomeReached(problem):
                 return self._finish(event)
             case Graded(problem) if problem in self.finished and problem not in self.open:
                 self.finished[problem] = self.finished[problem].graded([event])
-            case ProblemSpan(problem) if problem in self.finished:
-                self.finished[problem] = replace(
-                    self.finished[problem], seconds=event.ended - event.started
-                )
+            case ProblemSpan():
+                self._add_time(event)
             # All other events that matter belong to open problems. An event that arrives after its
             # problem has ended does not change the state.
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
@@ -602,6 +611,20 @@ class RunState:
         continue it.
         """
         return problem in self.finished and self.finished[problem].is_complete
+
+    def _add_time(self, span: ProblemSpan) -> None:
+        """Add the time that a session worked on a problem to the time of earlier sessions."""
+        name = span.problem
+        self._in_progress.discard(name)
+        finished = self.finished.get(name)
+        if finished is not None and finished.is_complete and finished.seconds is not None:
+            return  # a later session only repeated the recorded calls of a complete problem
+        worked = self._worked.pop(name, 0.0) + span.ended - span.started
+        if not self.is_over(name):
+            self._worked[name] = worked
+        if finished is not None:
+            seconds = None if math.isnan(worked) else worked
+            self.finished[name] = replace(finished, seconds=seconds)
 
     def _finish(self, reached: OutcomeReached) -> Outcome:
         name = reached.problem

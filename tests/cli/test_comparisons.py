@@ -79,6 +79,22 @@ def test_a_cost_ratio_has_an_interval_over_problems(tmp_path: Path) -> None:
     assert 0.05 < target.low < 597 / 1630 < target.high < 0.9
 
 
+def test_problems_with_unknown_seconds_are_left_out_and_counted(atts: Any, tmp_path: Path) -> None:
+    """Seconds are compared on the problems whose seconds are known in both runs. The table counts
+    the other problems. If no problem remains, the row is left out.
+    """
+    rows = [{"id": n, "correct": 1, "seconds": 2.0} for n in range(4)]
+    del rows[0]["seconds"]
+    a = results(tmp_path / "a.jsonl", rows)
+    longer = [{"id": n, "correct": 1, "seconds": 8.0} for n in range(4)]
+    b = results(tmp_path / "b.jsonl", longer)
+    (seconds,) = compare(a, b).costs
+    assert (seconds.first, seconds.second, seconds.ratio, seconds.unknown) == (2.0, 8.0, 4.0, 1)
+    assert "without 1 problem whose seconds are unknown" in atts("compare", str(a), str(b)).out
+    none = results(tmp_path / "none.jsonl", [{"id": n, "correct": 1} for n in range(4)])
+    assert not compare(none, b).costs
+
+
 def test_a_ratio_over_zero_cost_is_put_into_words(tmp_path: Path) -> None:
     """The draft alone uses no target tokens, so a ratio over its cost is infinite and is written in
     words.

@@ -24,8 +24,11 @@ from atts.journal import (
     CallFailed,
     CallSpan,
     Decided,
+    Event,
     JournalOptions,
     Observed,
+    OutcomeReached,
+    ProblemSpan,
     Sampled,
     Scored,
     Setting,
@@ -42,7 +45,7 @@ from atts.pipelines import (
     ThresholdGate,
     TopGate,
 )
-from atts.run import RunResult, evaluate
+from atts.run import Listener, Notice, RunResult, Stop, evaluate
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
@@ -397,6 +400,68 @@ def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
     assert world.run(world.plan(), world.session()).seconds == again.seconds
     assert draft.stats().requests == 0
     assert outcomes(again) == outcomes(first)
+
+
+class StopsAfterSamples(Listener):
+    """A listener that asks the run to stop when a number of chunks has been written."""
+
+    def __init__(self, stop: Stop, samples: int) -> None:
+        self._stop = stop
+        self._left = samples
+
+    def recalled(self, event: Event) -> None:
+        """Ignore an event of an earlier session."""
+
+    def notify(self, event: Notice) -> None:
+        """Count a chunk, and stop the run after the last one."""
+        self._left -= isinstance(event, Sampled)
+        if self._left == 0:
+            self._stop.request()
+
+
+def test_seconds_of_a_problem_count_all_sessions(world: Any) -> None:
+    """If a run is interrupted in the middle of problems and resumed, the seconds of a problem
+    include the session in which it was interrupted.
+    """
+    stop = Stop()
+    early = world.session(stop=stop, listeners=[StopsAfterSamples(stop, 25)])
+    assert world.run(world.plan(), early).status == "interrupted"
+    world.run(world.plan(), world.session())
+    spans = [event for event in world.events() if isinstance(event, ProblemSpan)]
+    of_problem: dict[str, list[float]] = {}
+    for span in spans:
+        of_problem.setdefault(span.problem, []).append(span.ended - span.started)
+    assert [len(times) for times in of_problem.values()].count(2) > 1
+    finished = open_run(world.tmp_path / "run").state().finished
+    assert {name: one.seconds for name, one in finished.items()} == pytest.approx(
+        {name: sum(times) for name, times in of_problem.items()}
+    )
+
+
+def test_seconds_of_a_problem_are_unknown_after_a_kill(world: Any) -> None:
+    """The journal of a killed session does not say how long the session worked on its unfinished
+    problems, so their seconds are unknown. Seconds of the other problems stay known.
+    """
+    world.run(world.plan(concurrency=4), world.session())
+    lines = (world.tmp_path / "run" / JOURNAL).read_bytes().splitlines(keepends=True)
+    torn_copy(world, sum(map(len, lines[: len(lines) // 2])))
+    begun = {event.problem for event in world.events("copy") if isinstance(event, CallSpan)}
+    over = {event.problem for event in world.events("copy") if isinstance(event, OutcomeReached)}
+    assert over
+    assert begun - over
+    world.run(world.plan(concurrency=4), world.session("copy"))
+    finished = open_run(world.tmp_path / "copy").state().finished
+    unknown = {name for name, one in finished.items() if one.seconds is None}
+    assert unknown == begun - over
+
+
+def test_seconds_stay_when_a_session_repeats_recorded_calls(world: Any) -> None:
+    """A session that only repeats the recorded calls of a problem does not change its seconds."""
+    world.run(world.plan(recall="recorded"), world.session())
+    before = open_run(world.tmp_path / "run").state().finished
+    world.run(world.plan(recall="recorded"), world.session())
+    after = open_run(world.tmp_path / "run").state().finished
+    assert [one.seconds for one in after.values()] == [one.seconds for one in before.values()]
 
 
 def test_node_numbers_continue_after_a_resume(world: Any) -> None:

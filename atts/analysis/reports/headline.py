@@ -534,7 +534,7 @@ def _text(cost: Spend) -> str:
     if math.isnan(cost.target_share):
         return ""
     share = {0.0: "none", 1.0: "all"}.get(cost.target_share, percent(cost.target_share))
-    return f"the target wrote {share} of the text"
+    return f"the target wrote {share} of the tokens written"
 
 
 def _beside(other: Baseline) -> str:
@@ -578,7 +578,7 @@ def _target(cost: Spend, baselines: Sequence[Baseline]) -> ShownNumber:
         f"{cost.usage.target_tokens:,} of {written(cost.usage):,} tokens; "
         f"{cost.target_tokens_per_problem:,.0f} per problem{others}"
     )
-    return ShownNumber(percent(cost.target_share), "of the text was written by the target", note)
+    return ShownNumber(percent(cost.target_share), "of the tokens were written by the target", note)
 
 
 def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:

@@ -139,7 +139,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
         if is_run_over(directory):
             tell(f"atts: the run in {directory} is finished; its results are printed again")
         else:
-            tell(f"atts: continuing the run in {directory}; finished problems are not run again")
+            tell(f"atts: continuing the run in {directory}; saved work is reused")
     listening = RunOptions(listeners=(progress,), caps=job.caps, prices=job.price_list)
 
     async def main() -> RunResult:
@@ -273,6 +273,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("combined", "" if result.combined is None else str(result.combined)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
+        ("saved", result.saved_words),
         ("cut", summary.truncation.warning),
         ("chunks", result.coarse_chunks),
         ("out of domain", _doubts(result)),

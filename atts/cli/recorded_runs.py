@@ -65,7 +65,10 @@ def _table(listed: Sequence[RunLine]) -> Iterator[str]:
     )
     for line in listed:
         yield _row(line, wide).rstrip()
-    yield f"{counted(len(listed), 'run')}. Brackets are 95 % intervals over problems."
+    partly = ""
+    if any(line.standing not in ("finished", None) for line in listed):
+        partly = " Tokens are those of finished problems."
+    yield f"{counted(len(listed), 'run')}. Brackets are 95 % intervals over problems.{partly}"
 
 
 def _row(line: RunLine, wide: int) -> str:

@@ -376,6 +376,12 @@ class OpenProblem:
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all recorded calls."""
+        calls = (call for same in self.calls.values() for call in same)
+        return sum(len(call.completion.ids) for call in calls if isinstance(call, Sampled))
+
     def outcome(self, reached: OutcomeReached) -> Outcome:
         """Return the problem's outcome, with the rollouts in the order given by the event."""
         rollouts = tuple(self.rollouts[sample] for sample in reached.samples)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -676,6 +676,8 @@ class Recorder:
         # The last decision of the gate, which is not recorded yet. If the next event is the
         # observation of this decision, both are recorded on one line of the journal.
         self._decided: Decided | None = None
+        # number of recorded tokens of each problem that is not complete
+        self.saved_tokens = defaultdict[str, int](int)
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
         """Write an event to the journal and pass it to the listeners. If `second` is given, write
@@ -689,6 +691,8 @@ class Recorder:
             self.record(waiting)
         if self._journal is not None:
             self._journal.record(event, second)
+            if isinstance(event, Sampled):
+                self.saved_tokens[event.problem] += len(event.completion.ids)
         for tell in self._tells:
             tell(event)
             if second is not None:

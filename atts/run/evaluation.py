@@ -736,6 +736,7 @@ class _Run:
         if recorded is None:
             self._recorder.record(ProblemStarted(problem))
             recorded = OpenProblem(problem)
+        self._recorder.saved_tokens[problem.id] += recorded.tokens
         record = ProblemRecord(self._recorder, recorded)
         context = self._context(
             ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
@@ -879,6 +880,7 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
+            self._recorder.saved_tokens.pop(name, None)
         # Drop the data of a problem that will not run again in this session. A problem that failed
         # in an earlier session runs again now; a problem that fails now runs again in a later
         # session.
@@ -906,7 +908,15 @@ class _Run:
             comparison=self._comparing.answer,
             kept=tuple(self._kept),
             unscored=self._escalations.unscored,
+            saved_tokens=() if is_over else tuple(self._saved_tokens()),
         )
+
+    def _saved_tokens(self) -> Iterator[int]:
+        """Yield the number of recorded tokens of each unfinished problem that has any."""
+        not_begun = {name: recorded.tokens for name, recorded in self._state.open.items()}
+        for name, count in {**not_begun, **self._recorder.saved_tokens}.items():
+            if count and name not in self._lines:
+                yield count
 
     def _status(self) -> tuple[RunStatus, str]:
         """Return the status of the run and, if the run is not finished, the reason."""

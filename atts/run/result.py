@@ -400,6 +400,9 @@ class RunResult:
     # None if it proposed no tokens
     speculated: Speculated | None = None
     unscored: int = 0  # number of the gate's decisions that were made without a usable score
+    # For each problem that an interrupted run has begun but not finished: the number of recorded
+    # tokens. A resumed run reuses them.
+    saved_tokens: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Summarise the result in one line."""
@@ -442,6 +445,17 @@ class RunResult:
         judged = sum(problem.judged for problem in self.problems)
         unit = self.manifest.judged_unit
         return f"{self.unscored:,} of {judged:,} {unit} had to be decided without a score"
+
+    @property
+    def saved_words(self) -> str:
+        """Return a sentence on the saved work of unfinished problems; "" if there is none."""
+        if not self.saved_tokens:
+            return ""
+        problems = counted(len(self.saved_tokens), "unfinished problem")
+        return (
+            f"{sum(self.saved_tokens):,} tokens of {problems}, not counted above; a resumed run "
+            "reuses them"
+        )
 
     @property
     def accuracy(self) -> Estimate:

@@ -803,10 +803,12 @@ def test_listed_runs_show_the_numbers_of_their_summaries(atts: Any, runs: Path) 
         }
 
 
-def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
+def test_the_list_tells_killed_runs_from_running_ones(atts: Any, runs: Path) -> None:
     """The list shows a run without an end as running if a process has its lock, and as killed if
-    not.
+    not. It says that the tokens of such a run are those of finished problems.
     """
+    note = "Tokens are those of finished problems."
+    assert note not in atts("runs", str(runs / "atts")).out
     cut = runs / "cut"
     shutil.copytree(runs / "atts", cut)
     lines = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -815,6 +817,7 @@ def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
     with locked(cut / LOCK, cut):
         assert [one.standing for one in list_runs([cut])] == ["running"]
     assert [one.standing for one in list_runs([cut])] == ["killed"]
+    assert note in atts("runs", str(cut)).out
 
 
 def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Path) -> None:

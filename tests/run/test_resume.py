@@ -438,6 +438,28 @@ def test_seconds_of_a_problem_count_all_sessions(world: Any) -> None:
     )
 
 
+def test_an_interrupted_run_counts_its_saved_tokens(world: Any) -> None:
+    """The result of an interrupted run counts the recorded tokens of unfinished problems, including
+    those of earlier sessions. A finished run has no such tokens.
+    """
+    for samples in (25, 10):
+        stop = Stop()
+        early = world.session(stop=stop, listeners=[StopsAfterSamples(stop, samples)])
+        result = world.run(world.plan(), early)
+        assert result.status == "interrupted"
+        over = {line.problem for line in result.problems}
+        calls = [event for event in world.events() if isinstance(event, Sampled)]
+        tokens: dict[str, int] = {}
+        for call in calls:
+            if call.problem not in over:
+                known = tokens.get(call.problem, 0)
+                tokens[call.problem] = known + len(call.completion.ids)
+        assert sorted(result.saved_tokens) == sorted(tokens.values())
+        said = f"{sum(tokens.values()):,} tokens of {len(tokens)} unfinished problems, not counted"
+        assert result.saved_words.startswith(said)
+    assert not world.run(world.plan(), world.session()).saved_words
+
+
 def test_seconds_of_a_problem_are_unknown_after_a_kill(world: Any) -> None:
     """The journal of a killed session does not say how long the session worked on its unfinished
     problems, so their seconds are unknown. Seconds of the other problems stay known.

@@ -732,18 +732,21 @@ def _unknown_kinds(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Che
     """Yield a warning if models of unknown kind turn out not to reason, once their servers have
     named their tokenizers.
     """
-    folders = {role: getattr(engine.tokenizer, "folder", None) for role, engine in engines.items()}
+    folders: dict[str, Path | None] = {
+        role: getattr(engine.tokenizer, "folder", None) for role, engine in engines.items()
+    }
     are_instruct = all(
         folder is not None and budget_of_folder(folder) == INSTRUCT for folder in folders.values()
     )
     if not setup.unknown_kind_advice or not are_instruct:
         return
-    addresses = dict(zip(setup.roles, setup.asked, strict=True))
     added = [
-        f"?tokenizer={folder} to the address of the {role}"
-        for role, folder in folders.items()
-        if "://" in str(addresses[role]) and "tokenizer=" not in str(addresses[role])
+        f"?tokenizer={folders[role]} to the address of the {role}"
+        for role, address in zip(setup.roles, map(str, setup.asked), strict=True)
+        if "://" in address and "tokenizer=" not in address
     ]
+    if not added:
+        return
     yield Check(
         "lengths",
         "warn",

@@ -277,8 +277,13 @@ def fit(
     made = Calibrator(rate, mode, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
     report_written = write_scores(out, made.state())
     if as_json:
-        facts = {"out": str(out), "rate": rate, "rate_scope": mode, "scores": len(scores)}
-        facts["warnings"] = [scores.warning] if scores.warning else []
+        facts: dict[str, Any] = {
+            "out": str(out),
+            "rate": rate,
+            "rate_scope": mode,
+            "scores": len(scores),
+            "warnings": [scores.warning] if scores.warning else [],
+        }
         report_written(
             json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
         )

@@ -472,13 +472,13 @@ def test_the_doctor_names_the_tokenizers_that_show_the_kind_of_model(
     """
     roles: tuple[Role, ...] = ("draft", "target")
     served = {role: serve(role, model=str(path(role))) for role in roles}
-    bare = {role: re.sub(r"(//[^/]+).*", r"\1", words) for role, words in served.items()}
+    bare = {role: re.sub(r"(//[^/]+).*", r"\1", served[role]) for role in roles}
     mark = "the chat templates have no reasoning marks"
     said = atts("doctor", "--draft", bare["draft"], "--target", bare["target"]).out
     (line,) = [line for line in said.splitlines() if mark in line]
-    for role in bare:
+    for role in roles:
         assert f"?tokenizer={path(role)} to the address of the {role}" in line
-    words = {role: f"{address}?tokenizer={path(role)}" for role, address in bare.items()}
+    words = {role: f"{bare[role]}?tokenizer={path(role)}" for role in roles}
     known = atts("doctor", "--draft", words["draft"], "--target", words["target"]).out
     assert mark not in known
     assert "(instruct models)" in known

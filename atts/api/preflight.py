@@ -324,8 +324,15 @@ def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterat
             for one in finished
             if one.verdict is not None
         )
-        longest = settings.get("max_tokens")
-        yield _Past(folder, rollouts, tokens.times(1 / rollouts), rate, dataset, longest, correct)
+        yield _Past(
+            folder,
+            rollouts,
+            tokens.times(1 / rollouts),
+            rate=rate,
+            dataset=dataset,
+            max_tokens=settings.get("max_tokens"),
+            correct=correct,
+        )
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:

@@ -91,7 +91,7 @@ class RateCheck:
         would be inside too, so that the decisions show nothing.
         """
         low, high = self.coin
-        return low <= self.share <= high and _is_empty(self.coin, self.nominal)
+        return low <= self.share <= high and _shows_nothing(self.coin, self.nominal)
 
     def __str__(self) -> str:
         share = (
@@ -156,7 +156,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
     standing: Standing = "left"
     if coin[0] <= share <= coin[1]:
-        standing = "unclear" if _is_empty(coin, nominal) else "held"
+        standing = "unclear" if _shows_nothing(coin, nominal) else "held"
     elif band[0] <= share <= band[1]:
         standing = "unclear"
     return RateCheck(
@@ -164,7 +164,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     )
 
 
-def _is_empty(coin: tuple[float, float], nominal: float) -> bool:
+def _shows_nothing(coin: tuple[float, float], nominal: float) -> bool:
     """Return True if the interval contains a rate of 0, or a rate of 1 or of twice the nominal
     rate. At the nominal rates 0 and 1, any other rate is off target, so the result is False.
     """

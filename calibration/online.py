@@ -718,13 +718,16 @@ TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 _SHORT_REPLAY = 100
 
 
-def short_replay_note(realised: float, nominal: float, decisions: int, scores: int) -> str:
+def short_replay_note(
+    realised: float, nominal: float, decisions: int, scores: int, mode: Mode | None
+) -> str:
     """Return a note if a replay misses its nominal rate by at least one decision and has few
     scores, otherwise "".
 
-    `scores` is the number of scores that the replay ranked, including stored scores.
+    `scores` is the number of scores that the replay ranked, including stored scores. `mode` is the
+    calibrator's mode, or None if another gate decided.
 
-    >>> short_replay_note(0.4, 0.4, decisions=16, scores=16)
+    >>> short_replay_note(0.4, 0.4, decisions=16, scores=16, mode="aci")
     ''
     """
     if scores >= _SHORT_REPLAY or not abs(realised - nominal) * decisions >= 1:
@@ -733,7 +736,7 @@ def short_replay_note(realised: float, nominal: float, decisions: int, scores: i
         f"the replay has only {counted(scores, 'score')}; with fewer than {_SHORT_REPLAY} scores, "
         "the realised rate may be far from the nominal rate"
     )
-    if realised < nominal:
+    if mode == "aci" and realised < nominal:
         note += (
             ", and rate scope aci escalates below the nominal rate until it has "
             f"{FEW_SCORES} scores"
@@ -759,7 +762,7 @@ class ReplayResult:
         """Return a note if the realised rate is off and the replay has few scores, otherwise ""."""
         decisions = len(self.decisions)
         scores = self.stored + decisions
-        return short_replay_note(self.escalated, self.rate, decisions, scores)
+        return short_replay_note(self.escalated, self.rate, decisions, scores, self.mode)
 
     @property
     def escalated(self) -> float:

@@ -454,8 +454,8 @@ def _changed_settings(
             continue
         if name in _GATE and first.method != second.method:
             continue
-        # By default, the lengths of chunks depend on whether the method reads chunks, and the limit
-        # on turns depends on these lengths.
+        # Some methods read no chunks, and then chunks have other default lengths. The default limit
+        # on turns is computed from the lengths of chunks.
         follows = name == "turns" or (table == "chunking" and first.roles != second.roles)
         if follows and name in first.derived & second.derived:
             continue

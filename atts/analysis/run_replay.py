@@ -45,6 +45,7 @@ from atts.journal import (
 from atts.pipelines import (
     Ballot,
     CappedGate,
+    ConformalGate,
     Features,
     Gate,
     Grouper,
@@ -594,6 +595,7 @@ class Replay:
     # keyed by problem: the recorded answer, and the answer under the other policy
     answers: Mapping[str, tuple[str | None, str | None]]
     stored: int = 0  # number of stored scores of the run
+    mode: Mode | None = None  # the calibrator's mode; None if another gate decided
 
     @property
     def note(self) -> str:
@@ -602,7 +604,7 @@ class Replay:
             return ""
         side = self.replayed
         scores = self.stored + side.decisions
-        return short_replay_note(side.rate.value, self.nominal, side.decisions, scores)
+        return short_replay_note(side.rate.value, self.nominal, side.decisions, scores, self.mode)
 
     def __str__(self) -> str:
         """Return one line without the decisions: rates and accuracies of both sides."""
@@ -652,7 +654,9 @@ def replay_run(
     again = _replay(recorded.record, chosen, classes)
     is_same_vote = change.samples is None and change.turns is None and change.vote is None
     found = _compare(recorded, again, is_same_vote=is_same_vote)
-    return replace(found, stored=len(run.setting("stored") or ()))
+    calibrator = chosen.calibrator if isinstance(chosen, ConformalGate) else None
+    mode = calibrator.mode if isinstance(calibrator, Calibrator) else None
+    return replace(found, stored=len(run.setting("stored") or ()), mode=mode)
 
 
 def _check_scored(record: _Record) -> None:

@@ -364,9 +364,8 @@ def _url_without_scheme(name: str) -> str:
     """
     if not re.match(r"https?://|[\w.-]+:\d+(/|\?|$)", name):
         return ""
-    scheme, mark, rest = name.partition("://")
-    if not mark:
-        scheme, rest = "http", name
+    url = name if "://" in name else f"http://{name}"
+    scheme, _, rest = url.partition("://")
     host = rest.partition("?")[0].rpartition("@")[2].rstrip("/")
     return f"{scheme}://{host.removesuffix('/v1')}"
 

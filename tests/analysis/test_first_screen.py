@@ -42,16 +42,14 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
     assert report.headline.sentence == (
         f"the vote is correct on {right} of 12 problems, and the target wrote "
         f"{percent(report.spend.target_share)} "
-        f"of the tokens written; the vote of target alone is correct on {there} of 12 problems, "
+        f"of the tokens; the vote of target alone is correct on {there} of 12 problems, "
         f"and the target of target alone wrote "
         f"{times} times as many tokens as this run's target"
     )
     assert _again(report, accuracy=()).startswith(
         "12 problems finished, but no answer is graded, and the target"
     )
-    assert "wrote all of the tokens written" in _again(
-        report, cost=replace(report.spend, target_share=1.0)
-    )
+    assert "wrote all of the tokens" in _again(report, cost=replace(report.spend, target_share=1.0))
     for ratio, said in (
         (math.inf, "wrote no tokens"),
         (0.0, "tokens per problem"),

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from atts.api import Setup, evaluate_sync, scores_of
-from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay_scores
+from atts.calibration import (
+    MODES,
+    Calibrator,
+    Mode,
+    StoredScores,
+    replay_scores,
+    short_replay_note,
+)
 from atts.calibration.controllers import DEFAULTS
 from atts.calibration.drift import examine
 from atts.calibration.online import METRICS
@@ -368,3 +375,11 @@ def test_a_run_without_scores_says_that_there_is_nothing_to_calibrate() -> None:
     )
     with pytest.raises(CalibrationInputError, match=r"requests no target scores.*`atts report`"):
         scores_of(result)
+
+
+def test_the_note_on_few_scores_names_aci_only_if_aci_decided() -> None:
+    """Only mode "aci" escalates less while it has few scores, so other gates' notes leave it out."""
+    modes: tuple[Mode | None, ...] = ("aci", "marginal", None)
+    notes = {mode: short_replay_note(0.1, 0.6, 16, 16, mode) for mode in modes}
+    assert all(note.startswith("the replay has only 16 scores") for note in notes.values())
+    assert [mode for mode, note in notes.items() if "aci" in note] == ["aci"]

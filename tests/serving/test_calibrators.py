@@ -173,7 +173,7 @@ def test_a_reply_says_that_its_guarantee_counts_other_requests() -> None:
             assert total > reply["rate"]["chunks"]
             assert reply["guarantee"].startswith("requests that share this gate: ")
             assert f"of {total} chunks" in reply["guarantee"]
-            # What voids the guarantee is a text of its own, so that the guarantee stays short.
+            # The conditions that void the guarantee have their own field.
             assert reply["voided_by"]
             assert reply["voided_by"] not in reply["guarantee"]
 

@@ -534,7 +534,7 @@ def _text(cost: Spend) -> str:
     if math.isnan(cost.target_share):
         return ""
     share = {0.0: "none", 1.0: "all"}.get(cost.target_share, percent(cost.target_share))
-    return f"the target wrote {share} of the tokens written"
+    return f"the target wrote {share} of the tokens"
 
 
 def _beside(other: Baseline) -> str:
